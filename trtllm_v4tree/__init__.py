@@ -1,0 +1,1 @@
+"""Tree-structured speculative decoding for DeepSeek-V4."""

@@ -1,0 +1,57 @@
+"""Lowering for ONNX Runtime on the CPU: v4tree operators as the contrib kernels that pay (measured in benchmarks/)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, f32, i64
+
+MS = "com.microsoft"
+
+
+class OnnxRuntimeOps(V4TreeOps):
+    """Fewer and cheaper nodes than the reference bodies; the same values up to rounding."""
+
+    def sinkhorn(self, op: Op, logits: Value, iterations: int, eps: float) -> Value:
+        """The first column division keeps its eps; later sums are near 1, where eps = 1e-6 is below the tolerance, so each
+        half step is one LpNormalization node."""
+        e = f32(op, eps)
+        c = op.Add(op.Softmax(logits, axis=-1), e)
+        c = op.Div(c, op.Add(op.ReduceSum(c, i64(op, -2), keepdims=1), e))
+        for _ in range(iterations - 1):
+            c = op.LpNormalization(op.LpNormalization(c, axis=-1, p=1), axis=-2, p=1)
+        return c
+
+    def stream_pre_mix(self, op: Op, streams: Value, pre: Value, num_streams: int) -> Value:
+        return op.HyperConnectionPreMix(streams, pre, num_branches=num_streams, _domain=MS)
+
+    def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value, num_streams: int) -> Value:
+        return op.HyperConnectionPostMix(streams, out, post, comb, num_branches=num_streams, _domain=MS)
+
+    def moe(
+        self, op: Op, x: Value, expert_ids: Value, weights: Value, fc1: Value, fc2: Value, num_experts: int, topk: int, limit: float
+    ) -> Value:
+        """The MoE kernel softmaxes its router input and renormalises over the top k: log-weights of the chosen experts over a
+        floor that no chosen one reaches give exactly the weights wanted."""
+        chosen = op.Log(op.Max(weights, f32(op, 1e-30)))
+        shape = op.Concat(op.Shape(expert_ids, start=0, end=2), i64(op, num_experts), axis=0)
+        floor = op.Expand(f32(op, -1e4), shape)
+        router = op.Reshape(op.ScatterElements(floor, expert_ids, chosen, axis=-1), i64(op, -1, num_experts))
+        attributes = {"swiglu_limit": limit} if math.isfinite(limit) else {}
+        return op.MoE(
+            x, router, fc1, None, fc2, _domain=MS, k=topk, activation_type="swiglu", swiglu_fusion=1,
+            activation_alpha=1.0, activation_beta=0.0, normalize_routing_weights=1, **attributes,
+        )  # fmt: skip
+
+    def swiglu(self, op: Op, gate: Value, up: Value, limit: float) -> Value:
+        if math.isfinite(limit):
+            gate, up = op.Min(gate, f32(op, limit)), op.Clip(up, f32(op, -limit), f32(op, limit))
+        return op.Mul(op.QuickGelu(gate, alpha=1.0, _domain=MS), up)
+
+    def scores(self, op: Op, q: Value, keys: Value, scale: float) -> Value:
+        return op.FusedMatMul(q, keys, transB=1, alpha=scale, _domain=MS)
+
+
+__all__ = ["OnnxRuntimeOps", "const", "np"]
