@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
-from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, f32, i64
+from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, f32, i64
 
 MS = "com.microsoft"
 
@@ -15,14 +13,17 @@ class OnnxRuntimeOps(V4TreeOps):
     """Fewer and cheaper nodes than the reference bodies; the same values up to rounding."""
 
     def sinkhorn(self, op: Op, logits: Value, iterations: int, eps: float) -> Value:
-        """The first column division keeps its eps; later sums are near 1, where eps = 1e-6 is below the tolerance, so each
-        half step is one LpNormalization node."""
+        """Each half step after the first is one LpNormalization node.
+
+        It lacks the eps under the fraction. Near the fixed point a sum is 1, so what every dropped eps leaves is undone by the next
+        half step, and the last one makes column sums of 1 / (1 + eps).
+        """
         e = f32(op, eps)
         c = op.Add(op.Softmax(logits, axis=-1), e)
         c = op.Div(c, op.Add(op.ReduceSum(c, i64(op, -2), keepdims=1), e))
         for _ in range(iterations - 1):
             c = op.LpNormalization(op.LpNormalization(c, axis=-1, p=1), axis=-2, p=1)
-        return c
+        return op.Mul(c, f32(op, 1 / (1 + eps)))
 
     def stream_pre_mix(self, op: Op, streams: Value, pre: Value, num_streams: int) -> Value:
         return op.HyperConnectionPreMix(streams, pre, num_branches=num_streams, _domain=MS)
@@ -53,5 +54,3 @@ class OnnxRuntimeOps(V4TreeOps):
     def scores(self, op: Op, q: Value, keys: Value, scale: float) -> Value:
         return op.FusedMatMul(q, keys, transB=1, alpha=scale, _domain=MS)
 
-
-__all__ = ["OnnxRuntimeOps", "const", "np"]

@@ -30,7 +30,7 @@ def walk(parents: Ints, tokens: Ints, chosen: Ints) -> Walk:
     Of siblings that carry the same token the lowest index is taken.
     """
     rows = np.arange(parents.shape[0])[:, None]
-    followed = (parents >= 0) & (tokens == chosen[rows, parents])  # parents < 0 read some node, and are masked
+    followed = (parents >= 0) & (tokens == chosen[rows, np.maximum(parents, 0)])
     path, counts = _start(parents)
     last = path[:, 0].tolist()
     depth = counts.tolist()
@@ -44,7 +44,7 @@ def walk(parents: Ints, tokens: Ints, chosen: Ints) -> Walk:
 def walk_lazily(parents: Ints, tokens: Ints, choose: Callable[[Ints, Ints], Ints]) -> Walk:
     """The same as `walk`, with tokens chosen only where the walk comes by.
 
-    choose(rows, nodes) returns the token of each (row, node) pair of two integer arrays [M]; it is called once per depth.
+    choose(rows, nodes) returns the token of each (row, node) pair of two integer arrays [M]; called once per depth.
     Worth it where choosing is dear (sampling, logit edits): most nodes of a tree are not visited.
     """
     path, counts = _start(parents)
@@ -65,7 +65,7 @@ def walk_lazily(parents: Ints, tokens: Ints, choose: Callable[[Ints, Ints], Ints
 def draft_paths(parents: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
     """Per node of one tree (lists of N), the draft tokens from below the root to the node.
 
-    Empty for the root and padding: the root's token is left out because it has been emitted (or is the prompt's last) already.
+    Empty for the root and padding: the root's token has been emitted (or is the prompt's last) already.
     """
     paths: list[list[int]] = []
     for parent, token in zip(parents, tokens, strict=True):

@@ -46,8 +46,8 @@ class FinishRules:
         """Raises `RequestError` if the prompt leaves no room for one token."""
         if not 0 < prompt_length < max_seq_len:
             raise RequestError(
-                f"the prompt must have 1 to {max_seq_len - 1} tokens (max_seq_len of the engine is {max_seq_len} and one must "
-                f"fit after it), but it has {prompt_length}; shorten it or build with a larger --max_seq_len."
+                f"the prompt must have 1 to {max_seq_len - 1} tokens (one less than the engine's max_seq_len), but it "
+                f"has {prompt_length}; change the prompt or build with a larger --max_seq_len."
             )
         return cls(
             eos_ids=frozenset() if params.ignore_eos else frozenset(eos_ids),
