@@ -1,0 +1,360 @@
+"""The round loop: in-flight batching over slots, prefill in chunks beside decoding, draft -> verify -> accept -> finish -> commit.
+
+`Engine.step` runs one scheduler step and returns what it emitted. Everything that outlives a step is in the executor's pools, in
+`_Slots` (arrays by slot) and in the requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_v4tree.errors import RequestError
+from trtllm_v4tree.runtime.accept import Walk, walk, walk_lazily
+from trtllm_v4tree.runtime.clock import PhaseClock
+from trtllm_v4tree.runtime.detokenize import Decoder
+from trtllm_v4tree.runtime.executor import DraftResult, Executor, StepResult
+from trtllm_v4tree.runtime.finish import FinishRules
+from trtllm_v4tree.runtime.params import SamplingParams
+from trtllm_v4tree.runtime.pools import Pools
+from trtllm_v4tree.runtime.request import Delta, Phase, Request
+from trtllm_v4tree.runtime.sampling import TokenLogprobs, apply_penalties, choose_tokens, needs_logit_edits, top_logprobs
+from trtllm_v4tree.runtime.tables import (
+    Feeds,
+    Sequences,
+    StepTables,
+    Tree,
+    commit_tables,
+    draft_tables,
+    drafter_commit_tables,
+    step_tables,
+)
+from trtllm_v4tree.runtime.tree import Ints, Speculation, chain, parse_speculation, select_nodes
+from trtllm_v4tree.sizes import EngineSizes
+
+
+class _Slots:
+    """Per-slot arrays of the host: committed length, newest token (the next root), pages, and what the drafter has not read."""
+
+    def __init__(self, sizes: EngineSizes) -> None:
+        n = sizes.num_slots
+        self.length = np.zeros(n, np.int64)
+        self.root = np.zeros(n, np.int64)
+        self.pages = np.zeros((n, sizes.pages_per_seq), np.int64)
+        self.pending = np.zeros(n, np.int64)
+        self.next_tokens = np.zeros((n, sizes.max_commit), np.int64)
+
+    def admit(self, slot: int, pages: Sequence[int]) -> None:
+        self.length[slot] = self.root[slot] = self.pending[slot] = 0
+        self.pages[slot] = 0
+        self.pages[slot, : len(pages)] = pages
+
+    def sequences(self, slots: Ints) -> Sequences:
+        return Sequences(slots, self.length[slots], self.pages[slots])
+
+
+class _Drafted:
+    """A draft round's result with what its commit needs."""
+
+    def __init__(self, result: DraftResult, tables: Feeds) -> None:
+        self.result, self.tables = result, tables
+
+
+class Engine:
+    """Scheduler and round loop over one executor. Not thread-safe: one thread submits and steps."""
+
+    def __init__(self, executor: Executor, speculation: str = "none", decoder: Decoder | None = None, max_queue: int = 4096) -> None:
+        self.executor, self.sizes, self.config = executor, executor.sizes, executor.config
+        self.decoder, self.max_queue = decoder, max_queue
+        self.set_speculation(speculation)
+        self.pools = Pools(self.sizes)
+        self.clock = PhaseClock()
+        self._slots = _Slots(self.sizes)
+        self._queue: deque[Request] = deque()
+        self._active: list[Request] = []
+        self._ids = itertools.count()
+
+    def set_speculation(self, name: str) -> None:
+        """Chooses the drafting shape and loads its graph; only while idle, since a drafter must have read all of a prompt."""
+        spec = check_speculation(name, self.sizes)
+        if spec is not None:
+            self.executor.prepare_draft(0, 1)
+            self.executor.prepare_draft(spec.steps, spec.topk)
+        self.speculation = spec
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
+        """Queues a request; raises RequestError for one that this engine can never serve."""
+        ids = check_prompt(prompt_ids, self.config.vocab_size)
+        rules = FinishRules.of(params, self.config.eos_token_ids, len(ids), self.sizes.max_seq_len)
+        if rules.stop and self.decoder is None:
+            raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids.")
+        request = Request(request_id or f"r{next(self._ids)}", ids, params, rules, self.decoder)
+        need = self.pools.pages_for(request.tokens_reserved)
+        if need > self.sizes.num_pages - 1:
+            raise RequestError(
+                f"the request needs {need} pages for {request.tokens_reserved} tokens and the engine has {self.sizes.num_pages - 1}: "
+                "lower max_tokens or build with more --num_pages."
+            )
+        if len(self._queue) >= self.max_queue:
+            raise RequestError(f"the queue is full ({self.max_queue} requests wait): try again later.")
+        self._queue.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request in any phase; its slot and pages are free before the next pass."""
+        request.cancelled = True
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and not self._active
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def step(self) -> list[Delta]:
+        """One scheduler step: drop what was cancelled, admit, one prefill pass, one decode round."""
+        self.clock.start()
+        deltas = self._drop_cancelled()
+        self._admit()
+        prefilling = [r for r in self._active if r.phase is Phase.PREFILL]
+        if prefilling:
+            deltas += self._prefill(self._chunk_batch(prefilling))
+        decoding = [r for r in self._active if r.phase is Phase.DECODE]
+        if decoding:
+            deltas += self._decode(decoding)
+        self._release_finished()
+        self.clock.mark("host")
+        return deltas
+
+    # ---------------------------------------------------------------- admission
+
+    def _drop_cancelled(self) -> list[Delta]:
+        dropped = [r for r in (*self._queue, *self._active) if r.cancelled]
+        for request in dropped:
+            request.finish("cancelled")
+        if dropped:
+            self._queue = deque(r for r in self._queue if not r.cancelled)
+            self._release_finished()
+        return [Delta(r, [], "", r.finish_reason) for r in dropped]
+
+    def _admit(self) -> None:
+        """First come, first served: a request that does not fit now holds back those behind it."""
+        while self._queue and self.pools.can_admit(self._queue[0].tokens_reserved):
+            request = self._queue.popleft()
+            request.slot, request.pages = self.pools.admit(request.tokens_reserved)
+            self._slots.admit(request.slot, request.pages)
+            self.executor.reset(request.slot)
+            request.phase = Phase.PREFILL
+            self._active.append(request)
+
+    def _release_finished(self) -> None:
+        for request in [r for r in self._active if r.phase is Phase.FINISHED]:
+            self._active.remove(request)
+            self.pools.release(request.slot, request.pages)
+
+    # ---------------------------------------------------------------- prefill
+
+    def _chunk_batch(self, prefilling: list[Request]) -> list[Request]:
+        """As many prompts as fill one chunk of tokens; at least one."""
+        batch, tokens = [], 0
+        for request in prefilling:
+            left = min(len(request.prompt_ids) - request.prefilled, self.sizes.prefill_chunk)
+            if batch and tokens + left > self.sizes.prefill_chunk:
+                break
+            batch.append(request)
+            tokens += left
+        return batch
+
+    def _prefill(self, batch: list[Request]) -> list[Delta]:
+        """One chunk of each prompt: a chain that is accepted whole."""
+        chunk = self.sizes.prefill_chunk
+        parts = [r.prompt_ids[r.prefilled : r.prefilled + chunk] for r in batch]
+        counts = np.array([len(p) for p in parts], np.int64)
+        slots = np.array([r.slot for r in batch], np.int64)
+        drafted = self._catch_up(slots)
+        width = int(counts.max())
+        index = np.arange(width)
+        tokens = np.zeros((len(batch), width), np.int64)
+        for row, part in enumerate(parts):
+            tokens[row, : len(part)] = part
+        parents = np.where(index < counts[:, None], chain(len(batch), width), -2)
+        tree = Tree.make(parents, tokens)
+        step = step_tables(self.sizes, self._slots.sequences(slots), tree, (counts - 1)[:, None])
+        result = self.executor.target(step.feeds)
+        path = np.where(index < counts[:, None], index, -1)
+        deltas, following = self._first_tokens(batch, parts, result)
+        self._commit(step, result, path, counts, drafted)
+        for row, request in enumerate(batch):
+            request.prefilled += len(parts[row])
+            self._slots.next_tokens[request.slot, : counts[row]] = [*parts[row][1:], following[row]]
+        self.clock.mark("prefill")
+        return deltas
+
+    def _first_tokens(self, batch: list[Request], parts: list[list[int]], result: StepResult) -> tuple[list[Delta], list[int]]:
+        """The token after each chunk: the prompt's own, or for the last chunk the first one generated."""
+        deltas, following = [], []
+        for row, request in enumerate(batch):
+            end = request.prefilled + len(parts[row])
+            if end < len(request.prompt_ids):
+                following.append(request.prompt_ids[end])
+                continue
+            logits = result.logits[row]
+            token = int(self._choose([request], logits, np.array([end]), [[]])[0])
+            following.append(token)
+            request.phase = Phase.DECODE
+            deltas.append(request.accept([token], self._logprobs(request, logits, [token])))
+            self._slots.root[request.slot] = token
+        return deltas, following
+
+    def _catch_up(self, slots: Ints) -> _Drafted | None:
+        """Lets the drafter read rows committed earlier, before a prefill pass overwrites them."""
+        if self.speculation is None or not self._slots.pending[slots].any():
+            return None
+        return self._draft(slots, 0, 1)
+
+    # ---------------------------------------------------------------- decode
+
+    def _decode(self, batch: list[Request]) -> list[Delta]:
+        slots = np.array([r.slot for r in batch], np.int64)
+        self.clock.mark("host")
+        drafted, tree = self._propose(batch, slots)
+        nodes = tree.parents.shape[1]
+        logit_nodes = np.broadcast_to(np.arange(nodes), tree.parents.shape)
+        step = step_tables(self.sizes, self._slots.sequences(slots), tree, logit_nodes)
+        self.clock.mark("host")
+        result = self.executor.target(step.feeds)
+        self.clock.mark("verify")
+        visited = self._accept(batch, step, result)
+        deltas, counts = self._finish(batch, visited, result)
+        self.clock.mark("accept")
+        self._commit(step, result, visited.path, counts, drafted)
+        width = visited.emitted.shape[1]
+        self._slots.next_tokens[slots, :width] = visited.emitted
+        self._slots.root[slots] = np.take_along_axis(visited.emitted, (counts - 1)[:, None], axis=1)[:, 0]
+        return deltas
+
+    def _propose(self, batch: list[Request], slots: Ints) -> tuple[_Drafted | None, Tree]:
+        """The tree to verify: the root alone without speculation, else the best nodes of a draft round."""
+        spec = self.speculation
+        if spec is None:
+            parents, tokens = chain(len(batch), 1), self._slots.root[slots][:, None]
+            return None, Tree.make(parents, tokens)
+        drafted = self._draft(slots, spec.steps, spec.topk)
+        budgets = np.minimum(np.array([r.room for r in batch], np.int64), spec.budget)
+        result = drafted.result
+        parents, tokens = select_nodes(result.scores, result.parents, result.tokens, budgets)
+        tokens[:, 0] = self._slots.root[slots]
+        return drafted, Tree.make(parents, tokens)
+
+    def _draft(self, slots: Ints, steps: int, topk: int) -> _Drafted:
+        pending = self._slots.pending[slots]
+        next_tokens = self._slots.next_tokens[slots, : int(pending.max())]
+        feeds, read = draft_tables(self.sizes, self._slots.sequences(slots), pending, next_tokens, steps)
+        self.clock.mark("host")
+        result = self.executor.draft(steps, topk, feeds)
+        self.clock.mark("draft")
+        return _Drafted(result, drafter_commit_tables(self.sizes, feeds, slots, read))
+
+    def _accept(self, batch: list[Request], step: StepTables, result: StepResult) -> Walk:
+        tree = step.tree
+        if all(r.params.is_greedy and not needs_logit_edits(r.params, len(r.output_ids)) for r in batch):
+            return walk(tree.parents, tree.tokens, result.logits.argmax(axis=2))
+        prefix: list[list[int]] = [[] for _ in batch]
+
+        def choose(rows: Ints, nodes: Ints) -> Ints:
+            requests = [batch[b] for b in rows]
+            chosen = self._choose(
+                requests, result.logits[rows, nodes], step.positions[rows, nodes] + 1, [prefix[b] for b in rows]
+            )
+            for b, token in zip(rows, chosen, strict=True):
+                prefix[b].append(int(token))
+            return chosen
+
+        return walk_lazily(tree.parents, tree.tokens, choose)
+
+    def _choose(
+        self, requests: list[Request], logits: NDArray[np.float32], positions: Ints, prefixes: list[list[int]]
+    ) -> Ints:
+        """The target's own token of each row; `prefixes` are the tokens emitted in this walk before it."""
+        edited = logits
+        for row, request in enumerate(requests):
+            if needs_logit_edits(request.params, len(request.output_ids) + len(prefixes[row])):
+                edited = logits.copy() if edited is logits else edited
+                apply_penalties(
+                    edited[row : row + 1], request.prompt_ids, request.output_ids, [prefixes[row]], request.params, self.config.eos_token_ids
+                )
+        p = [r.params for r in requests]
+        return choose_tokens(
+            edited,
+            [x.temperature for x in p],
+            [x.top_k for x in p],
+            [x.top_p for x in p],
+            [x.min_p for x in p],
+            [r.seed for r in requests],
+            positions,
+        )
+
+    def _finish(self, batch: list[Request], visited: Walk, result: StepResult) -> tuple[list[Delta], Ints]:
+        """Finish rules before the commit: deltas, and how many nodes of each path to keep."""
+        deltas = []
+        runs, paths = visited.emitted.tolist(), visited.path.tolist()
+        for row, request in enumerate(batch):
+            count = int(visited.counts[row])
+            run = runs[row][:count]
+            logprobs = self._logprobs(request, result.logits[row, paths[row][:count]], run) if request.params.logprobs is not None else []
+            delta = request.accept(run, logprobs)
+            request.metrics.count(len(delta.token_ids))
+            deltas.append(delta)
+        return deltas, np.array([len(d.token_ids) for d in deltas], np.int64)
+
+    def _logprobs(self, request: Request, logits: NDArray[np.float32], run: list[int]) -> list[TokenLogprobs]:
+        n = request.params.logprobs
+        return [] if n is None else [top_logprobs(row, token, n) for row, token in zip(logits, run, strict=True)]
+
+    def _commit(self, step: StepTables, result: StepResult, path: Ints, counts: Ints, drafted: _Drafted | None) -> None:
+        feeds = commit_tables(self.sizes, step, path, counts)
+        scratch = None
+        if drafted is not None:
+            feeds.update(drafted.tables)
+            scratch = drafted.result.scratch
+        self.clock.mark("host")
+        self.executor.commit(result.scratch, scratch, feeds)
+        slots = step.seqs.slots
+        self._slots.length[slots] += counts
+        self._slots.pending[slots] = counts
+        self.clock.mark("commit")
+
+
+def check_speculation(name: str, sizes: EngineSizes) -> Speculation | None:
+    """The parsed speculation, or RequestError with what this engine allows."""
+    spec = parse_speculation(name)
+    if spec is None:
+        return None
+    if not sizes.has_mtp:
+        raise RequestError(f"speculation {name!r} needs a drafter, and the checkpoint had no mtp tensors: use none.")
+    if spec.budget > sizes.max_verify_tokens:
+        raise RequestError(
+            f"speculation {name!r} verifies {spec.budget} tokens and the engine at most {sizes.max_verify_tokens}: "
+            f"use d{sizes.max_verify_tokens} or less, or build with a larger --max_verify_tokens."
+        )
+    return spec
+
+
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Plain list of valid token ids; RequestError names the first bad one."""
+    ids = list(prompt_ids)
+    if not ids:
+        raise RequestError("the prompt is empty: give at least one token.")
+    for index, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise RequestError(f"prompt token {index} is {token!r}: token ids are integers from 0 to {vocab_size - 1}.")
+    return [int(t) for t in ids]

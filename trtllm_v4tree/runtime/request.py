@@ -1,0 +1,135 @@
+"""One generation request from submit to finish: what was asked, what has been emitted, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtllm_v4tree.runtime.detokenize import Decoder, Detokenizer
+from trtllm_v4tree.runtime.finish import Cut, FinishRules, decide
+from trtllm_v4tree.runtime.params import SamplingParams
+from trtllm_v4tree.runtime.sampling import TokenLogprobs
+
+
+class Phase(enum.Enum):
+    """A request moves only forward through these."""
+
+    QUEUED = 0
+    PREFILL = 1
+    DECODE = 2
+    FINISHED = 3
+
+
+@dataclass
+class RequestMetrics:
+    """`accepted_length` counts tokens per verify pass, bonus token included; the first token comes from the prefill."""
+
+    prompt_tokens: int = 0
+    rounds: int = 0
+    round_tokens: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)
+
+    @property
+    def accepted_length(self) -> float:
+        return self.round_tokens / self.rounds if self.rounds else 0.0
+
+    def count(self, emitted: int) -> None:
+        """One verify pass that emitted `emitted` tokens."""
+        self.rounds += 1
+        self.round_tokens += emitted
+        while len(self.accepted_by_depth) < emitted:
+            self.accepted_by_depth.append(0)
+        for depth in range(emitted):
+            self.accepted_by_depth[depth] += 1
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a request."""
+
+    request: Request
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+
+
+class Request:
+    """State of one request. `slot` and `pages` are set while it is admitted."""
+
+    def __init__(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, rules: FinishRules, decoder: Decoder | None
+    ) -> None:
+        self.id, self.prompt_ids, self.params, self.rules = request_id, prompt_ids, params, rules
+        self.seed = params.seed if params.seed is not None else secrets.randbits(62)
+        self.phase = Phase.QUEUED
+        self.slot, self.pages = 0, list[int]()
+        self.prefilled = 0
+        self.output_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.cancelled = False
+        self.metrics = RequestMetrics(prompt_tokens=len(prompt_ids))
+        self._detokenizer = Detokenizer(decoder) if decoder is not None else None
+        self._text: list[str] = []
+        self._full = ""
+        self._shown = 0
+
+    @property
+    def tokens_reserved(self) -> int:
+        """Context that the request can reach."""
+        return len(self.prompt_ids) + self.rules.limit
+
+    @property
+    def room(self) -> int:
+        return self.rules.room(len(self.output_ids))
+
+    @property
+    def text(self) -> str:
+        """Text that may be shown."""
+        return self._full[: self._shown]
+
+    def accept(self, run: list[int], logprobs: list[TokenLogprobs]) -> Delta:
+        """Takes over an accepted run up to where the finish rules cut it."""
+        emitted, before = len(self.output_ids), self._shown
+        cut = self._take_text(run, emitted)
+        self.output_ids += run[: cut.n_kept]
+        self.logprobs += logprobs[: cut.n_kept]
+        if cut.finish_reason is not None:
+            self.finish(cut.finish_reason, cut.stop_reason)
+        return Delta(self, run[: cut.n_kept], self._full[before : self._shown], self.finish_reason)
+
+    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.phase = Phase.FINISHED
+
+    def _take_text(self, run: list[int], emitted: int) -> Cut:
+        if self._detokenizer is None:
+            return decide(self.rules, run, emitted)
+        if not self.rules.stop:
+            cut = decide(self.rules, run, emitted)
+            self._full += self._detokenizer.append(run[: cut.n_text])
+        else:
+            pieces = self._detokenizer.pieces(run)
+            cut = decide(self.rules, run, emitted, self._full, [p.text for p in pieces])
+            self._full += self._detokenizer.commit(pieces[: cut.n_text])
+        self._settle(cut)
+        return cut
+
+    def _settle(self, cut: Cut) -> None:
+        assert self._detokenizer is not None
+        if cut.finish_reason is None:
+            self._shown = max(self._shown, self.rules.safe_text_length(self._full))
+            return
+        if cut.text_length is None:
+            self._full += self._detokenizer.flush()
+        else:
+            self._full = self._full[: cut.text_length]
+        self._shown = len(self._full)
+
+
+Logits = NDArray[np.float32]
