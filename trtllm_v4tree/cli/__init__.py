@@ -1,0 +1,1 @@
+"""The `v4tree` command line. Nothing imports this package."""
