@@ -1,18 +1,22 @@
-"""Row tables and masks of a pass: where every key, pooled row and committed row lies. Pure integer arithmetic on a batch.
+"""Row tables and masks of a pass: where every key, pooled row and committed row lies. Integer arithmetic on a batch.
 
 Conventions (see `contract.py`): pools have row 0 = zero row; window ring row = 1 + slot * W + position % W; entry row =
 1 + page * rows + index in page; slot 0 and page 0 are the bin. Compressed rows pooled for a CSA entry: 0 prev A, 1 cur A, 2 cur B,
 3 null, 4 + 2 n + half; for HCA: 0 the open window, 1 null, 2 + n.
+
+Masks and wide tables are NumPy; tables with a handful of entries per sequence are plain lists, which is faster at these sizes.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_v4tree.runtime.tree import PAD, Bools, Ints, ancestors, paths
+from trtllm_v4tree.runtime.tree import PAD, Bools, Ints, ancestors
 from trtllm_v4tree.sizes import EngineSizes
 
 Floats = NDArray[np.float32]
@@ -20,10 +24,10 @@ Feeds = dict[str, NDArray[np.int64] | NDArray[np.float32]]
 _HIDDEN = np.float32(-np.inf)
 PREV_A, CUR_A, CUR_B, CSA_NULL, CSA_NODES = 0, 1, 2, 3, 4
 HCA_OPEN, HCA_NULL, HCA_NODES = 0, 1, 2
+BIN_WINDOW_ROW = 1
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """Committed state of the sequences of a batch: slots [B], lengths [B] (tokens committed), page table [B, pages]."""
 
     slots: Ints
@@ -33,100 +37,28 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Tree:
-    """A batch of trees with what is derived from the parents once: all [B, N] or [B, N, ..]."""
+    """A batch of trees: parents, tokens and depth [B, N], ancestor-or-self matrix [B, N, N]."""
 
     parents: Ints
     tokens: Ints
     reach: Bools
     depth: Ints
-    path: Ints
 
     @classmethod
     def make(cls, parents: Ints, tokens: Ints) -> Tree:
+        if parents.shape[1] == 1:
+            return cls(parents, tokens, (parents != PAD)[:, :, None], np.zeros_like(parents))
         reach = ancestors(parents)
-        depth = np.maximum(reach.sum(axis=2) - 1, 0)
-        return cls(parents, tokens, reach, depth, paths(reach, depth))
-
-    @property
-    def real(self) -> Bools:
-        return self.parents != PAD
+        return cls(parents, tokens, reach, np.maximum(np.count_nonzero(reach, axis=2) - 1, 0))
 
 
-def additive(visible: Bools) -> Floats:
-    """0 where visible, -inf elsewhere."""
-    return np.where(visible, np.float32(0), _HIDDEN)
+class Boundary(NamedTuple):
+    """A node that completes a window: its sequence, its index among the sequence's boundary nodes, node id and depth."""
 
-
-def window_positions(lengths: Ints, window: int) -> Ints:
-    """Committed positions that any new node may see, newest first: [B, Wn], negative where there is none."""
-    width = int(min(lengths.max(initial=0), window - 1))
-    return lengths[:, None] - 1 - np.arange(width)
-
-
-def ring_rows(slots: Ints, positions: Ints, window: int) -> Ints:
-    """Rows of the window pool for positions [B, X]; row 0 (zero row) where the position is negative."""
-    rows = 1 + slots[:, None] * window + positions % window
-    return np.where(positions >= 0, rows, 0)
-
-
-def window_tables(seqs: Sequences, window: int) -> tuple[Ints, Ints]:
-    """`window_rows` [B, 1 + Wn] (the sink's zero row first) and the positions of all but the first."""
-    held = window_positions(seqs.lengths, window)
-    rows = ring_rows(seqs.slots, held, window)
-    return np.concatenate([np.zeros((len(rows), 1), np.int64), rows], axis=1), held
-
-
-def window_mask(held: Ints, positions: Ints, reach: Bools, window: int) -> Bools:
-    """What rows at `positions` [B, N] see of [sink | held window rows | each other]: [B, N, 1 + Wn + N]."""
-    ages = positions[:, :, None] - held[:, None, :]
-    ring = (ages < window) & (held >= 0)[:, None, :]
-    nodes = reach & (positions[:, :, None] - positions[:, None, :] < window)
-    sink = np.ones((*positions.shape, 1), bool)
-    return np.concatenate([sink, ring, nodes], axis=2)
-
-
-def entry_rows(pages: Ints, counts: Ints, page_rows: int) -> Ints:
-    """Rows of the entry pool of entries 0 .. counts - 1: [B, max count], row 0 where there is none."""
-    index = np.arange(int(counts.max(initial=0)))
-    rows = 1 + pages[:, index // page_rows] * page_rows + index % page_rows
-    return np.where(index < counts[:, None], rows, 0)
-
-
-def boundary_nodes(tree: Tree, positions: Ints, ratio: int) -> tuple[Ints, Bools]:
-    """Nodes that complete a window, in node order: ids [B, M] and whether each is real."""
-    ends = ((positions + 1) % ratio == 0) & tree.real
-    most = int(ends.sum(axis=1).max(initial=0))
-    nodes = np.argsort(~ends, axis=1, kind="stable")[:, :most]
-    return nodes, np.take_along_axis(ends, nodes, axis=1)
-
-
-def path_rows(tree: Tree, nodes: Ints, first: Ints, count: int, base: int, stride: int, null: int) -> Ints:
-    """Rows of the path of `nodes` [B, M] at depths first .. first + count - 1 (`first` [B, M]); null outside the path: [B, M, count]."""
-    depth = first[:, :, None] + np.arange(count)
-    inside = (depth >= 0) & (depth < tree.path.shape[2])
-    line = np.take_along_axis(tree.path, nodes[:, :, None], axis=1)
-    node = np.take_along_axis(line, np.where(inside, depth, 0), axis=2)
-    return np.where(inside & (node >= 0), base + stride * node, null)
-
-
-def csa_pool_table(tree: Tree, nodes: Ints, window: Ints, lengths: Ints, ratio: int) -> Ints:
-    """Rows pooled into the entry of CSA window `window` [B, M] by boundary `nodes` [B, M]: [B, M, 2 ratio] (A half, B half)."""
-    start = window * ratio - lengths[:, None]
-    a = path_rows(tree, nodes, start - ratio, ratio, CSA_NODES, 2, CSA_NULL)
-    b = path_rows(tree, nodes, start, ratio, CSA_NODES + 1, 2, CSA_NULL)
-    open_window = (lengths // ratio)[:, None]
-    a[:, :, 0] = np.where(start - ratio < 0, np.where(window == open_window, PREV_A, CUR_A), a[:, :, 0])
-    b[:, :, 0] = np.where(start < 0, CUR_B, b[:, :, 0])
-    return np.concatenate([a, b], axis=2)
-
-
-def hca_pool_table(tree: Tree, nodes: Ints, window: Ints, lengths: Ints, ratio: int) -> Ints:
-    """Rows pooled into the entry of HCA window `window` by boundary `nodes`: [B, M, 1 + T], the open window first."""
-    start = window * ratio - lengths[:, None]
-    width = min(ratio, tree.path.shape[2])
-    rows = path_rows(tree, nodes, np.maximum(start, 0), width, HCA_NODES, 1, HCA_NULL)
-    held = np.where(start < 0, HCA_OPEN, HCA_NULL)
-    return np.concatenate([held[:, :, None], rows], axis=2)
+    row: int
+    index: int
+    node: int
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -137,128 +69,248 @@ class StepTables:
     seqs: Sequences
     tree: Tree
     positions: Ints
-    boundaries: dict[str, tuple[Ints, Bools]]
+    boundaries: dict[str, list[Boundary]]
+
+
+class _Kind(NamedTuple):
+    name: str
+    ratio: int
+    page_rows: int
+
+
+class _Static(NamedTuple):
+    """Constants of an engine's sizes."""
+
+    kinds: tuple[_Kind, ...]
+    newest_first: Ints
+    aged_out: Floats
+
+
+@functools.lru_cache(maxsize=8)
+def _static(sizes: EngineSizes) -> _Static:
+    """newest_first: ring indices W - 1 .. 0 twice; aged_out[t, j]: -inf where a row at depth t no longer sees held row j."""
+    w = sizes.window
+    kinds = (
+        _Kind("csa", sizes.csa_ratio, sizes.csa_page_rows) if sizes.num_csa else None,
+        _Kind("hca", sizes.hca_ratio, sizes.hca_page_rows) if sizes.num_hca else None,
+    )
+    depth = np.arange(sizes.max_commit + 64)[:, None]
+    aged = np.where(np.arange(w - 1) >= w - 1 - depth, _HIDDEN, np.float32(0))
+    ring = np.arange(w - 1, -1, -1)
+    return _Static(tuple(k for k in kinds if k), np.concatenate([ring, ring]), aged)
+
+
+def window_rows(sizes: EngineSizes, slots: Ints, lengths: Ints) -> Ints:
+    """The sink's zero row, then the rows of the last W - 1 committed positions, newest first: [B, 1 + Wn]; row 0 where there is none."""
+    w, ring = sizes.window, _static(sizes).newest_first
+    held = np.minimum(lengths, w - 1).tolist()
+    width = max(held)
+    rows = np.zeros((len(held), 1 + width), np.int64)
+    for b, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        start = w - 1 - (length - 1) % w
+        rows[b, 1 : 1 + held[b]] = ring[start : start + held[b]] + (1 + slot * w)
+    return rows
+
+
+def node_mask(sizes: EngineSizes, lengths: Ints, depth: Ints, reach: Bools) -> Floats:
+    """What nodes at `depth` [B, N] see of [sink | held window rows | nodes]: additive [B, N, 1 + Wn + N]."""
+    w = sizes.window
+    width = int(min(lengths.max(), w - 1))
+    batch, n = depth.shape
+    mask = np.zeros((batch, n, 1 + width + n), np.float32)
+    deepest = int(depth.max())
+    if width > w - 1 - deepest:
+        mask[:, :, 1 : 1 + width] = _static(sizes).aged_out[depth, :width]
+    for b, length in enumerate(lengths.tolist()):
+        if length < width:
+            mask[b, :, 1 + length : 1 + width] = _HIDDEN
+    if n > 1:
+        seen = reach if deepest < w else reach & (depth[:, :, None] - depth[:, None, :] < w)
+        mask[:, :, 1 + width :] = np.where(seen, np.float32(0), _HIDDEN)
+    return mask
+
+
+def entry_rows(pages: Ints, counts: Ints, page_rows: int) -> Ints:
+    """Rows of the entry pool of entries 0 .. counts - 1: [B, max count], row 0 where there is none."""
+    index = np.arange(int(counts.max()))
+    rows = 1 + pages[:, index // page_rows] * page_rows + index % page_rows
+    if len(counts) > 1:
+        rows[index >= counts[:, None]] = 0
+    return rows
+
+
+def find_boundaries(tree: Tree, positions: Ints, ratio: int) -> list[Boundary]:
+    """Nodes that complete a window of `ratio` tokens, by sequence and node id."""
+    ends = (positions + 1) % ratio == 0
+    found, row, index = [], -1, 0
+    for b, n in np.argwhere(ends).tolist():
+        if tree.parents[b, n] == PAD:
+            continue
+        row, index = b, index + 1 if b == row else 0
+        found.append(Boundary(b, index, n, int(tree.depth[b, n])))
+    return found
+
+
+def climb(parents: list[int], node: int, count: int) -> list[int]:
+    """The node and its ancestors, at most `count`, topmost first."""
+    path = []
+    while node >= 0 and len(path) < count:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def csa_pool_row(length: int, at: Boundary, parents: list[int], ratio: int) -> list[int]:
+    """Rows pooled into the entry that `at` emits after `length` committed tokens: [2 ratio], A half then B half."""
+    position = length + at.depth
+    window = position // ratio
+    path = climb(parents, at.node, 2 * ratio)
+    row = [CSA_NULL] * (2 * ratio)
+    for back, node in enumerate(reversed(path)):
+        slot = 2 * ratio - 1 - back
+        row[slot] = CSA_NODES + 2 * node + (slot >= ratio)
+    if (window - 1) * ratio < length:
+        row[0] = PREV_A if window == length // ratio else CUR_A
+    if window * ratio < length:
+        row[ratio] = CUR_B
+    return row
+
+
+def hca_pool_row(length: int, at: Boundary, parents: list[int], ratio: int) -> list[int]:
+    """Rows pooled into the entry that `at` emits: the open window, then the nodes of its window on the path."""
+    start = (length + at.depth) // ratio * ratio - length
+    path = climb(parents, at.node, min(ratio, at.depth + 1))
+    return [HCA_OPEN if start < 0 else HCA_NULL] + [HCA_NODES + n for n in path]
+
+
+def padded(rows: list[list[int]], fill: int) -> list[list[int]]:
+    """Rows of equal length."""
+    width = max(map(len, rows))
+    return [row + [fill] * (width - len(row)) for row in rows]
 
 
 def step_tables(sizes: EngineSizes, seqs: Sequences, tree: Tree, logit_nodes: Ints) -> StepTables:
     """All inputs of `target_step` but the states."""
     positions = seqs.lengths[:, None] + tree.depth
-    rows, held = window_tables(seqs, sizes.window)
     feeds: Feeds = {
         "token_ids": tree.tokens,
         "positions": positions,
         "logit_nodes": logit_nodes,
         "slots": seqs.slots,
-        "window_rows": rows,
-        "node_mask": additive(window_mask(held, positions, tree.reach, sizes.window)),
+        "window_rows": window_rows(sizes, seqs.slots, seqs.lengths),
+        "node_mask": node_mask(sizes, seqs.lengths, tree.depth, tree.reach),
     }
     boundaries = {}
-    for kind, ratio, page_rows, present in _kinds(sizes):
-        if present:
-            boundaries[kind] = boundary_nodes(tree, positions, ratio)
-            feeds.update(_entry_feeds(kind, ratio, page_rows, seqs, tree, positions, *boundaries[kind]))
+    for kind in _static(sizes).kinds:
+        found = boundaries[kind.name] = find_boundaries(tree, positions, kind.ratio)
+        feeds.update(_entry_feeds(kind, seqs, tree, found))
     return StepTables(feeds, seqs, tree, positions, boundaries)
 
 
-def _kinds(sizes: EngineSizes) -> tuple[tuple[str, int, int, int], ...]:
-    return (
-        ("csa", sizes.csa_ratio, sizes.csa_page_rows, sizes.num_csa),
-        ("hca", sizes.hca_ratio, sizes.hca_page_rows, sizes.num_hca),
-    )
-
-
-def _entry_feeds(
-    kind: str, ratio: int, page_rows: int, seqs: Sequences, tree: Tree, positions: Ints, nodes: Ints, real: Bools
-) -> Feeds:
-    counts = seqs.lengths // ratio
-    rows = entry_rows(seqs.pages, counts, page_rows)
-    window = np.take_along_axis(positions, nodes, axis=1) // ratio
-    pool = csa_pool_table if kind == "csa" else hca_pool_table
-    committed = (np.arange(rows.shape[1]) < counts[:, None])[:, None, :]
-    committed = np.broadcast_to(committed, (*positions.shape, rows.shape[1]))
-    branch = np.take_along_axis(tree.reach, nodes[:, None, :], axis=2) & real[:, None, :]
+def _entry_feeds(kind: _Kind, seqs: Sequences, tree: Tree, found: list[Boundary]) -> Feeds:
+    counts = seqs.lengths // kind.ratio
+    rows = entry_rows(seqs.pages, counts, kind.page_rows)
+    batch, n = tree.parents.shape
+    most = 1 + max((at.index for at in found), default=-1)
+    entries = rows.shape[1]
+    mask = np.zeros((batch, n, entries + most), np.float32)
+    if batch > 1:
+        mask[:, :, :entries][np.broadcast_to((np.arange(entries) >= counts[:, None])[:, None], (batch, n, entries))] = _HIDDEN
+    mask[:, :, entries:] = _HIDDEN
+    for at in found:
+        mask[at.row, tree.reach[at.row, :, at.node], entries + at.index] = 0
+    table, positions = _pool_table(kind, seqs, tree, found, most)
     return {
-        f"{kind}_rows": rows,
-        f"{kind}_pool_table": pool(tree, nodes, window, seqs.lengths, ratio),
-        f"{kind}_entry_positions": window * ratio,
-        f"{kind}_mask": additive(np.concatenate([committed, branch], axis=2)),
+        f"{kind.name}_rows": rows,
+        f"{kind.name}_pool_table": table,
+        f"{kind.name}_entry_positions": positions,
+        f"{kind.name}_mask": mask,
     }
+
+
+def _pool_table(kind: _Kind, seqs: Sequences, tree: Tree, found: list[Boundary], most: int) -> tuple[Ints, Ints]:
+    """Pool table [B, M, T] and first position of each window [B, M]."""
+    csa = kind.name == "csa"
+    null, batch = (CSA_NULL if csa else HCA_NULL), len(seqs.slots)
+    if not found:
+        return np.zeros((batch, 0, 2 * kind.ratio if csa else 1), np.int64), np.zeros((batch, 0), np.int64)
+    lengths = seqs.lengths.tolist()
+    parents = {at.row: tree.parents[at.row].tolist() for at in found}
+    pool_row = csa_pool_row if csa else hca_pool_row
+    rows = padded([pool_row(lengths[at.row], at, parents[at.row], kind.ratio) for at in found], null)
+    table = np.full((batch, most, len(rows[0])), null, np.int64)
+    positions = np.zeros((batch, most), np.int64)
+    for at, row in zip(found, rows, strict=True):
+        table[at.row, at.index] = row
+        positions[at.row, at.index] = (lengths[at.row] + at.depth) // kind.ratio * kind.ratio
+    return table, positions
 
 
 def commit_tables(sizes: EngineSizes, step: StepTables, path: Ints, counts: Ints) -> Feeds:
     """Inputs of `commit` for accepted node ids `path` [B, T] of which the first `counts` [B] are kept (law 2)."""
-    seqs, n = step.seqs, step.tree.parents.shape[1]
-    kept = np.arange(path.shape[1]) < counts[:, None]
-    b, t = np.nonzero(kept)
-    position = seqs.lengths[b] + t
-    last = (seqs.lengths + counts)[b]
-    ring = 1 + seqs.slots[b] * sizes.window + position % sizes.window
-    feeds: Feeds = {
-        "slots": seqs.slots,
-        "accepted": b * n + path[b, t],
-        "window_dst": np.where(position >= last - sizes.window, ring, 1),
-    }
+    seqs, n, w = step.seqs, step.tree.parents.shape[1], sizes.window
+    slots, lengths, kept = seqs.slots.tolist(), seqs.lengths.tolist(), counts.tolist()
+    paths = [line[:k] for line, k in zip(path.tolist(), kept, strict=True)]
+    accepted, ring, streams = [], [], []
+    for b, line in enumerate(paths):
+        base, length, k = 1 + slots[b] * w, lengths[b], kept[b]
+        accepted += [b * n + node for node in line]
+        ring += [BIN_WINDOW_ROW] * (k - w)
+        ring += [base + p % w for p in range(length + max(0, k - w), length + k)]
+        streams += range(1 + slots[b] * sizes.max_commit, 1 + slots[b] * sizes.max_commit + k)
+    feeds: Feeds = {"slots": seqs.slots, "accepted": _ints(accepted), "window_dst": _ints(ring)}
     if sizes.has_mtp:
-        feeds["stream_dst"] = 1 + seqs.slots[b] * sizes.max_commit + t
-    chosen = np.take_along_axis(path, np.maximum(counts - 1, 0)[:, None], axis=1)
-    tip = np.where(counts[:, None] > 0, chosen, 0)
-    for kind, ratio, page_rows, present in _kinds(sizes):
-        if present:
-            fold = _csa_fold if kind == "csa" else _hca_fold
-            feeds[f"{kind}_fold_table"] = fold(step.tree, tip, seqs.lengths, counts, ratio)
-            feeds.update(_emitted(kind, ratio, page_rows, step, path, kept))
+        feeds["stream_dst"] = _ints(streams)
+    for kind in _static(sizes).kinds:
+        fold = csa_fold_rows if kind.name == "csa" else hca_fold_rows
+        null = CSA_NULL if kind.name == "csa" else HCA_NULL
+        rows = [row for line, length in zip(paths, lengths, strict=True) for row in fold(length, line, kind.ratio)]
+        feeds[f"{kind.name}_fold_table"] = _ints(padded(rows, null)).reshape(len(paths), len(rows) // len(paths), -1)
+        feeds.update(_emitted(kind, step, paths))
     return feeds
 
 
-def _emitted(kind: str, ratio: int, page_rows: int, step: StepTables, path: Ints, kept: Bools) -> Feeds:
+def _ints(values: list[int] | list[list[int]]) -> Ints:
+    return np.array(values, np.int64)
+
+
+def _emitted(kind: _Kind, step: StepTables, paths: list[list[int]]) -> Feeds:
     """Accepted boundary nodes and the entry rows they go to."""
-    nodes, real = step.boundaries[kind]
-    seqs = step.seqs
-    accepted = np.zeros((*step.tree.parents.shape,), bool)
-    b, t = np.nonzero(kept)
-    accepted[b, path[b, t]] = True
-    b, m = np.nonzero(np.take_along_axis(accepted, nodes, axis=1) & real)
-    entry = step.positions[b, nodes[b, m]] // ratio
-    page = seqs.pages[b, entry // page_rows]
-    return {
-        f"{kind}_emitted": b * nodes.shape[1] + m,
-        f"{kind}_dst": 1 + page * page_rows + entry % page_rows,
-    }
+    found = step.boundaries[kind.name]
+    most = 1 + max((at.index for at in found), default=-1)
+    source, target = [], []
+    for at in found:
+        line = paths[at.row]
+        if at.depth < len(line) and line[at.depth] == at.node:
+            entry = int(step.seqs.lengths[at.row] + at.depth) // kind.ratio
+            page = int(step.seqs.pages[at.row, entry // kind.page_rows])
+            source.append(at.row * most + at.index)
+            target.append(1 + page * kind.page_rows + entry % kind.page_rows)
+    return {f"{kind.name}_emitted": _ints(source), f"{kind.name}_dst": _ints(target)}
 
 
-def _csa_fold(tree: Tree, tip: Ints, lengths: Ints, counts: Ints, ratio: int) -> Ints:
-    """Rows of the new prev A, cur A, cur B after committing `counts` nodes that end at `tip` [B, 1]: [B, 3, 1 + ratio]."""
-    length = lengths[:, None]
-    end = length + counts[:, None]
-    old, new = length // ratio, end // ratio
-    shape = (len(lengths), 3, 1 + ratio)
-    table = np.full(shape, CSA_NULL, np.int64)
-    for row, (window, half) in enumerate(((new - 1, 0), (new, 0), (new, 1))):
+def csa_fold_rows(length: int, path: list[int], ratio: int) -> list[list[int]]:
+    """Rows folded into the new prev A, cur A and cur B after the nodes of `path` are committed."""
+    old, new = length // ratio, (length + len(path)) // ratio
+    rows = []
+    for window, half in ((new - 1, 0), (new, 0), (new, 1)):
         first = window * ratio - length
-        table[:, row, 1:] = _limited(tree, tip, first, counts, ratio, CSA_NODES + half, 2, CSA_NULL)[:, 0]
-        current = CUR_B if half else CUR_A
-        held = np.where(window == old, current, np.where(window == old - 1, PREV_A, CSA_NULL))
-        table[:, row, 0] = (held if row == 0 else np.where(window == old, current, CSA_NULL))[:, 0]
-    return table
+        nodes = path[max(0, first) : max(0, first + ratio)]
+        row = [CSA_NODES + 2 * node + half for node in nodes]
+        if window == old:
+            row.insert(0, CUR_B if half else CUR_A)
+        elif window == old - 1:
+            row.insert(0, PREV_A)
+        rows.append(row or [CSA_NULL])
+    return rows
 
 
-def _hca_fold(tree: Tree, tip: Ints, lengths: Ints, counts: Ints, ratio: int) -> Ints:
-    """Rows of the new open window: [B, 1, 1 + T]."""
-    length = lengths[:, None]
-    end = length + counts[:, None]
-    window = end // ratio
-    first = np.maximum(window * ratio - length, 0)
-    width = min(ratio, tree.path.shape[2])
-    rows = _limited(tree, tip, first, counts, width, HCA_NODES, 1, HCA_NULL)
-    held = np.where(window == length // ratio, HCA_OPEN, HCA_NULL)
-    return np.concatenate([held[:, :, None], rows], axis=2)
-
-
-def _limited(tree: Tree, tip: Ints, first: Ints, counts: Ints, width: int, base: int, stride: int, null: int) -> Ints:
-    """`path_rows` of the tip, cut to the accepted depths."""
-    rows = path_rows(tree, tip, first, width, base, stride, null)
-    depth = first[:, :, None] + np.arange(width)
-    return np.where(depth < counts[:, None, None], rows, null)
+def hca_fold_rows(length: int, path: list[int], ratio: int) -> list[list[int]]:
+    """Rows folded into the new open window."""
+    window = (length + len(path)) // ratio
+    first = window * ratio - length
+    row = [HCA_NODES + node for node in path[max(0, first) :]]
+    return [[HCA_OPEN if first <= 0 else HCA_NULL, *row]]
 
 
 def draft_tables(
@@ -268,38 +320,44 @@ def draft_tables(
 
     pending [B]: accepted rows the drafter has not read, the newest at position lengths - 1; next_tokens [B, S] left aligned.
     """
-    width = next_tokens.shape[1]
+    batch, width = next_tokens.shape
     index = np.arange(width)
     start = seqs.lengths - pending
     real = index < pending[:, None]
-    positions = np.where(real, start[:, None] + index, start[:, None])
-    drafter = Sequences(seqs.slots, start, seqs.pages)
-    rows, held = window_tables(drafter, sizes.window)
-    reach = np.tri(width, dtype=bool) & real[:, None, :]
+    depth = np.where(real, index, 0)
+    reach = np.broadcast_to(np.tri(width, dtype=bool), (batch, width, width))
     feeds: Feeds = {
-        "stream_rows": np.where(real, 1 + seqs.slots[:, None] * sizes.max_commit + index, 0),
+        "stream_rows": np.where(real, (1 + seqs.slots * sizes.max_commit)[:, None] + index, 0),
         "next_tokens": np.where(real, next_tokens, 0),
-        "positions": positions,
-        "mtp_window_rows": rows,
-        "catchup_mask": additive(window_mask(held, positions, reach, sizes.window)),
+        "positions": start[:, None] + depth,
+        "mtp_window_rows": window_rows(sizes, seqs.slots, start),
+        "catchup_mask": node_mask(sizes, start, np.broadcast_to(index, (batch, width)), reach),
     }
     if steps:
         feeds["last_row"] = (pending - 1)[:, None]
         feeds["root_position"] = seqs.lengths[:, None]
     if steps > 1:
-        level = seqs.lengths[:, None] + np.arange(steps - 1)
-        fresh = (level[:, :, None] - positions[:, None, :] < sizes.window) & real[:, None, :]
-        ring = (level[:, :, None] - held[:, None, :] < sizes.window) & (held >= 0)[:, None, :]
-        sink = np.ones((*level.shape, 1), bool)
-        feeds["level_mask"] = additive(np.concatenate([sink, ring, fresh], axis=2))
-    return feeds, np.nonzero(real.ravel())[0]
+        feeds["level_mask"] = _level_mask(sizes, start, pending, width, steps - 1)
+    return feeds, np.flatnonzero(real)
+
+
+def _level_mask(sizes: EngineSizes, start: Ints, pending: Ints, width: int, levels: int) -> Floats:
+    """What the rows of each further level see of [sink | held window rows | accepted rows]: [B, levels, 1 + Wn + S]."""
+    depth = pending[:, None] + np.arange(levels)
+    batch = len(pending)
+    nothing = np.zeros((batch, levels, levels), bool)
+    held = node_mask(sizes, start, depth, nothing)[:, :, :-levels]
+    age = depth[:, :, None] - np.arange(width)
+    fresh = (age < sizes.window) & (np.arange(width) < pending[:, None])[:, None, :]
+    return np.concatenate([held, np.where(fresh, np.float32(0), _HIDDEN)], axis=2)
 
 
 def drafter_commit_tables(sizes: EngineSizes, feeds: Feeds, slots: Ints, read: Ints) -> Feeds:
     """Where the drafter's rows of true streams go in its window ring (older rows than the ring holds go to the bin)."""
-    width = feeds["positions"].shape[1]
-    b = read // width
-    position = feeds["positions"].ravel()[read]
-    newest = feeds["positions"].max(axis=1)[b]
+    positions = feeds["positions"]
+    width = positions.shape[1]
+    b, position = read // width, positions.ravel()[read]
     ring = 1 + slots[b] * sizes.window + position % sizes.window
-    return {"mtp_accepted": read, "mtp_dst": np.where(position > newest - sizes.window, ring, 1)}
+    if width > sizes.window:
+        ring[position <= positions.max(axis=1)[b] - sizes.window] = BIN_WINDOW_ROW
+    return {"mtp_accepted": read, "mtp_dst": ring}

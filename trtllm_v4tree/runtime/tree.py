@@ -55,11 +55,6 @@ def chain(batch: int, length: int) -> Ints:
     return np.broadcast_to(np.arange(-1, length - 1, dtype=np.int64), (batch, length))
 
 
-def depths(parents: Ints) -> Ints:
-    """Depth of every node, root 0; padding has depth 0: [B, N]."""
-    return np.maximum(ancestors(parents).sum(axis=2) - 1, 0)
-
-
 def ancestors(parents: Ints) -> Bools:
     """Ancestor-or-self matrix [B, N, N]: [b, n, k] is true if k is n or an ancestor of n; padding has no ancestors."""
     batch, n = parents.shape
@@ -78,12 +73,6 @@ def ancestors(parents: Ints) -> Bools:
     return reach
 
 
-def paths(reach: Bools, depth: Ints) -> Ints:
-    """Node at each depth of every node's path: [B, N, max depth + 1], -1 beyond the node's own depth."""
-    b, n, k = np.nonzero(reach)
-    out = np.full((*depth.shape, int(depth.max(initial=0)) + 1), -1, np.int64)
-    out[b, n, depth[b, k]] = k
-    return out
 
 
 def select_nodes(scores: NDArray[np.float32], parents: Ints, tokens: Ints, budgets: Ints) -> tuple[Ints, Ints]:

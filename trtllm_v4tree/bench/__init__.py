@@ -1,0 +1,1 @@
+"""Measuring an engine on real prompts: data sets, the grid, the report."""
