@@ -22,7 +22,14 @@ from trtllm_v4tree.runtime.finish import FinishRules
 from trtllm_v4tree.runtime.params import SamplingParams
 from trtllm_v4tree.runtime.pools import Pools
 from trtllm_v4tree.runtime.request import Delta, Phase, Request
-from trtllm_v4tree.runtime.sampling import TokenLogprobs, apply_penalties, choose_tokens, needs_logit_edits, top_logprobs
+from trtllm_v4tree.runtime.sampling import (
+    TokenLogprobs,
+    apply_penalties,
+    choose_tokens,
+    is_certain,
+    needs_logit_edits,
+    top_logprobs,
+)
 from trtllm_v4tree.runtime.tables import (
     Feeds,
     Sequences,
@@ -35,6 +42,10 @@ from trtllm_v4tree.runtime.tables import (
 )
 from trtllm_v4tree.runtime.tree import Ints, Speculation, chain, parse_speculation, select_nodes
 from trtllm_v4tree.sizes import EngineSizes
+
+
+UNDECIDED = -2
+"""Stands for a token whose choice must be made again."""
 
 
 class _Slots:
@@ -65,17 +76,29 @@ class _Drafted:
 
 
 class Engine:
-    """Scheduler and round loop over one executor. Not thread-safe: one thread submits and steps."""
+    """Scheduler and round loop over one executor. Not thread-safe: one thread submits and steps.
 
-    def __init__(self, executor: Executor, speculation: str = "none", decoder: Decoder | None = None, max_queue: int = 4096) -> None:
+    With `deterministic`, a choice that rounding could have changed is made again by a prefill of the sequence alone from its first
+    token: a pass that is the same whatever the batch and the speculation, so token ids are the same too.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        speculation: str = "none",
+        decoder: Decoder | None = None,
+        max_queue: int = 4096,
+        deterministic: bool = False,
+    ) -> None:
         self.executor, self.sizes, self.config = executor, executor.sizes, executor.config
-        self.decoder, self.max_queue = decoder, max_queue
+        self.decoder, self.max_queue, self.deterministic = decoder, max_queue, deterministic
         self.set_speculation(speculation)
         self.pools = Pools(self.sizes)
         self.clock = PhaseClock()
         self._slots = _Slots(self.sizes)
         self._queue: deque[Request] = deque()
         self._active: list[Request] = []
+        self._in_pass: list[Request] = []
         self._ids = itertools.count()
 
     def set_speculation(self, name: str) -> None:
@@ -108,6 +131,14 @@ class Engine:
         """Ends a request in any phase; its slot and pages are free before the next pass."""
         request.cancelled = True
 
+    def abort_pass(self) -> list[Request]:
+        """After `step` raised: ends the requests of the pass that failed, frees their slots and pages, and returns them."""
+        failed, self._in_pass = self._in_pass, []
+        for request in failed:
+            request.finish("error")
+        self._release_finished()
+        return failed
+
     @property
     def idle(self) -> bool:
         return not self._queue and not self._active
@@ -127,10 +158,13 @@ class Engine:
         self._admit()
         prefilling = [r for r in self._active if r.phase is Phase.PREFILL]
         if prefilling:
-            deltas += self._prefill(self._chunk_batch(prefilling))
+            self._in_pass = self._chunk_batch(prefilling)
+            deltas += self._prefill(self._in_pass)
         decoding = [r for r in self._active if r.phase is Phase.DECODE]
         if decoding:
+            self._in_pass = decoding
             deltas += self._decode(decoding)
+        self._in_pass = []
         self._release_finished()
         self.clock.mark("host")
         return deltas
@@ -164,10 +198,12 @@ class Engine:
     # ---------------------------------------------------------------- prefill
 
     def _chunk_batch(self, prefilling: list[Request]) -> list[Request]:
-        """As many prompts as fill one chunk of tokens; at least one."""
+        """As many prompts as fill one chunk of tokens; at least one, and in deterministic mode no more."""
+        if self.deterministic:
+            return prefilling[:1]
         batch, tokens = [], 0
         for request in prefilling:
-            left = min(len(request.prompt_ids) - request.prefilled, self.sizes.prefill_chunk)
+            left = min(len(request.prefill_ids) - request.prefilled, self.sizes.prefill_chunk)
             if batch and tokens + left > self.sizes.prefill_chunk:
                 break
             batch.append(request)
@@ -177,7 +213,7 @@ class Engine:
     def _prefill(self, batch: list[Request]) -> list[Delta]:
         """One chunk of each prompt: a chain that is accepted whole."""
         chunk = self.sizes.prefill_chunk
-        parts = [r.prompt_ids[r.prefilled : r.prefilled + chunk] for r in batch]
+        parts = [r.prefill_ids[r.prefilled : r.prefilled + chunk] for r in batch]
         counts = np.array([len(p) for p in parts], np.int64)
         slots = np.array([r.slot for r in batch], np.int64)
         drafted = self._catch_up(slots)
@@ -204,11 +240,11 @@ class Engine:
         deltas, following = [], []
         for row, request in enumerate(batch):
             end = request.prefilled + len(parts[row])
-            if end < len(request.prompt_ids):
-                following.append(request.prompt_ids[end])
+            if end < len(request.prefill_ids):
+                following.append(request.prefill_ids[end])
                 continue
             logits = result.logits[row]
-            token = int(self._choose([request], logits, np.array([end]), [[]])[0])
+            token = int(self._choose([request], logits, np.array([end]), [[]])[0][0])
             following.append(token)
             request.phase = Phase.DECODE
             deltas.append(request.accept([token], self._logprobs(request, logits, [token])))
@@ -240,7 +276,16 @@ class Engine:
         width = visited.emitted.shape[1]
         self._slots.next_tokens[slots, :width] = visited.emitted
         self._slots.root[slots] = np.take_along_axis(visited.emitted, (counts - 1)[:, None], axis=1)[:, 0]
+        if self.deterministic:
+            self._restart_undecided(batch, visited)
         return deltas
+
+    def _restart_undecided(self, batch: list[Request], visited: Walk) -> None:
+        for row, request in enumerate(batch):
+            if request.phase is Phase.DECODE and UNDECIDED in visited.emitted[row]:
+                self._slots.admit(request.slot, request.pages)
+                self.executor.reset(request.slot)
+                request.restart()
 
     def _propose(self, batch: list[Request], slots: Ints) -> tuple[_Drafted | None, Tree]:
         """The tree to verify: the root alone without speculation, else the best nodes of a draft round."""
@@ -265,36 +310,32 @@ class Engine:
         return _Drafted(result, drafter_commit_tables(self.sizes, feeds, slots, read))
 
     def _accept(self, batch: list[Request], step: StepTables, result: StepResult) -> Walk:
+        """Which nodes the target's own tokens follow. A choice that must be made again ends a walk without a token."""
         tree = step.tree
-        if all(r.params.is_greedy and not needs_logit_edits(r.params, len(r.output_ids)) for r in batch):
+        if not self.deterministic and all(
+            r.params.is_greedy and not needs_logit_edits(r.params, len(r.output_ids)) for r in batch
+        ):
             return walk(tree.parents, tree.tokens, result.logits.argmax(axis=2))
         prefix: list[list[int]] = [[] for _ in batch]
 
         def choose(rows: Ints, nodes: Ints) -> Ints:
-            requests = [batch[b] for b in rows]
-            chosen = self._choose(
-                requests, result.logits[rows, nodes], step.positions[rows, nodes] + 1, [prefix[b] for b in rows]
-            )
+            requests, before = [batch[b] for b in rows], [prefix[b] for b in rows]
+            positions = step.positions[rows, nodes] + 1
+            chosen, certain = self._choose(requests, result.logits[rows, nodes], positions, before)
             for b, token in zip(rows, chosen, strict=True):
                 prefix[b].append(int(token))
-            return chosen
+            return np.where(certain, chosen, UNDECIDED)
 
-        return walk_lazily(tree.parents, tree.tokens, choose)
+        visited = walk_lazily(tree.parents, tree.tokens, choose)
+        return visited._replace(counts=visited.counts - (visited.emitted == UNDECIDED).any(axis=1))
 
     def _choose(
         self, requests: list[Request], logits: NDArray[np.float32], positions: Ints, prefixes: list[list[int]]
-    ) -> Ints:
-        """The target's own token of each row; `prefixes` are the tokens emitted in this walk before it."""
-        edited = logits
-        for row, request in enumerate(requests):
-            if needs_logit_edits(request.params, len(request.output_ids) + len(prefixes[row])):
-                edited = logits.copy() if edited is logits else edited
-                apply_penalties(
-                    edited[row : row + 1], request.prompt_ids, request.output_ids, [prefixes[row]], request.params, self.config.eos_token_ids
-                )
+    ) -> tuple[Ints, NDArray[np.bool_]]:
+        """The target's own token of each row and whether it stands; `prefixes` are the tokens emitted in this walk before it."""
+        edited = self._edit(requests, logits, prefixes)
         p = [r.params for r in requests]
-        return choose_tokens(
-            edited,
+        keyed = (
             [x.temperature for x in p],
             [x.top_k for x in p],
             [x.top_p for x in p],
@@ -302,6 +343,20 @@ class Engine:
             [r.seed for r in requests],
             positions,
         )
+        chosen = choose_tokens(edited, *keyed)
+        certain = is_certain(edited, chosen, *keyed) if self.deterministic else np.ones(len(chosen), bool)
+        return chosen, certain
+
+    def _edit(self, requests: list[Request], logits: NDArray[np.float32], prefixes: list[list[int]]) -> NDArray[np.float32]:
+        """Penalties and min_tokens of each row's request, on a copy if there are any."""
+        edited = logits
+        for row, request in enumerate(requests):
+            p = request.params
+            if needs_logit_edits(p, len(request.output_ids) + len(prefixes[row])):
+                edited = logits.copy() if edited is logits else edited
+                rows = edited[row : row + 1]
+                apply_penalties(rows, request.prompt_ids, request.output_ids, [prefixes[row]], p, self.config.eos_token_ids)
+        return edited
 
     def _finish(self, batch: list[Request], visited: Walk, result: StepResult) -> tuple[list[Delta], Ints]:
         """Finish rules before the commit: deltas, and how many nodes of each path to keep."""

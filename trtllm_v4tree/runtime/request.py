@@ -6,9 +6,6 @@ import enum
 import secrets
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trtllm_v4tree.runtime.detokenize import Decoder, Detokenizer
 from trtllm_v4tree.runtime.finish import Cut, FinishRules, decide
 from trtllm_v4tree.runtime.params import SamplingParams
@@ -16,7 +13,7 @@ from trtllm_v4tree.runtime.sampling import TokenLogprobs
 
 
 class Phase(enum.Enum):
-    """A request moves only forward through these."""
+    """A request moves forward through these; only deterministic mode returns to PREFILL."""
 
     QUEUED = 0
     PREFILL = 1
@@ -67,7 +64,7 @@ class Request:
         self.seed = params.seed if params.seed is not None else secrets.randbits(62)
         self.phase = Phase.QUEUED
         self.slot, self.pages = 0, list[int]()
-        self.prefilled = 0
+        self.prefill_ids, self.prefilled = prompt_ids, 0
         self.output_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
@@ -103,6 +100,11 @@ class Request:
             self.finish(cut.finish_reason, cut.stop_reason)
         return Delta(self, run[: cut.n_kept], self._full[before : self._shown], self.finish_reason)
 
+    def restart(self) -> None:
+        """Back to prefill over everything known, to choose the next token from a pass that no tree has touched."""
+        self.prefill_ids, self.prefilled = [*self.prompt_ids, *self.output_ids], 0
+        self.phase = Phase.PREFILL
+
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.phase = Phase.FINISHED
@@ -131,5 +133,3 @@ class Request:
             self._full = self._full[: cut.text_length]
         self._shown = len(self._full)
 
-
-Logits = NDArray[np.float32]
