@@ -1,26 +1,30 @@
-"""`LLM`: load an engine directory and generate. A thin shell over the round loop; names as in TensorRT-LLM and vLLM."""
+"""`LLM`: load an engine directory and generate. A thin shell over the round loop, names as in TensorRT-LLM and vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import EngineFormatError, RequestError
-from trtllm_v4tree.runtime.engine import Engine
+from trtllm_v4tree.runtime.engine import Engine, make_policy
 from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
+from trtllm_v4tree.runtime.latency import LATENCY_FILE, LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
 from trtllm_v4tree.runtime.request import Delta, Request, RequestMetrics
 from trtllm_v4tree.runtime.sampling import TokenLogprobs
 from trtllm_v4tree.tokenizer import EngineTokenizer
 
+MAX_THREADS = 1024
+
 
 class TokensPrompt(TypedDict):
     """A prompt given as token ids."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
 
 
 Prompt = str | TokensPrompt
@@ -28,7 +32,7 @@ Prompt = str | TokensPrompt
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion: text without special tokens, token ids with the finishing one, logprobs per token if asked for."""
+    """One completion: text without special tokens, token ids with the finishing one, logprobs if asked for."""
 
     index: int
     text: str
@@ -49,33 +53,42 @@ class RequestOutput:
     metrics: RequestMetrics
 
     @classmethod
-    def of(cls, request: Request, prompt: str | None) -> RequestOutput:
+    def of(cls, request: Request, prompt: Prompt) -> RequestOutput:
         logprobs = request.logprobs if request.params.logprobs is not None else None
         output = CompletionOutput(
             0, request.text, request.output_ids, request.finish_reason, request.stop_reason, logprobs
         )
-        return cls(request.id, prompt, request.prompt_ids, [output], request.metrics)
+        text = prompt if isinstance(prompt, str) else None
+        return cls(request.id, text, request.prompt_ids, [output], request.metrics)
 
 
 class LLM:
     """An engine ready to generate. `speculation` is `none` or `sN_kK_dD`; text does not depend on it.
 
     Raises EngineFormatError for a directory that cannot be loaded and RequestError for a speculation the engine lacks.
+    Not thread-safe.
     """
 
-    def __init__(self, engine_dir: str | Path, speculation: str = "none", *, threads: int = 0, verify_hashes: bool = True) -> None:
+    def __init__(
+        self,
+        engine_dir: str | Path,
+        speculation: str = "none",
+        *,
+        threads: int = 0,
+        verify_hashes: bool = True,
+        deterministic: bool = False,
+    ) -> None:
+        if type(threads) is not int or not 0 <= threads <= MAX_THREADS:
+            raise RequestError(f"threads is {threads!r}: give 0 (all cores) to {MAX_THREADS}.")
         directory = Path(engine_dir)
-        self.manifest = Manifest.read(directory)
-        if self.manifest.target != "onnxruntime":
-            raise EngineFormatError(
-                f"{directory} was built for target {self.manifest.target}, which cannot run here: build with --target onnxruntime."
-            )
-        if verify_hashes:
-            self.manifest.verify(directory)
-        tokenizer = directory / "tokenizer.json"
-        self.tokenizer = EngineTokenizer(tokenizer) if tokenizer.is_file() else None
+        self.manifest = _loadable(directory, verify_hashes)
+        latency = _latency(directory)
+        make_policy(speculation, self.manifest.sizes, self.manifest.draft_shapes, latency)
+        self.tokenizer = _tokenizer(directory)
         executor = OnnxRuntimeExecutor(directory, self.manifest, threads)
-        self.engine = Engine(executor, speculation, self.tokenizer.tokenizer if self.tokenizer else None)
+        decoder = self.tokenizer.tokenizer if self.tokenizer else None
+        self.engine = Engine(executor, speculation, decoder, deterministic=deterministic, latency=latency)
+        self._inboxes: dict[Request, deque[Delta]] = {}
 
     def set_speculation(self, speculation: str) -> None:
         """Changes the drafting shape between generations; the engine must be idle."""
@@ -86,52 +99,115 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Generates all prompts together (in-flight batching) and returns their results in order."""
-        items: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)  # type: ignore[list-item]
-        params = self._params_for(items, sampling_params)
+        """Generates all prompts together (in-flight batching) and returns their results in order.
+
+        Raises RequestError for a prompt or parameter that cannot be served; then nothing stays queued.
+        """
+        items = [prompts] if isinstance(prompts, str | Mapping) else _listed(prompts, "prompts")
         encoded = [self._encode(p) for p in items]
-        requests = []
+        requests: list[Request] = []
         try:
-            for ids, each in zip(encoded, params, strict=True):
-                requests.append(self.engine.submit(ids, each))
-        except RequestError:
+            for ids, params in zip(encoded, _params_of(sampling_params, len(items)), strict=True):
+                requests.append(self.engine.submit(ids, params))
+            while any(r.finish_reason is None for r in requests):
+                self._step()
+        finally:
             self._abandon(requests)
-            raise
-        while not self.engine.idle:
-            self.engine.step()
-        texts = [p if isinstance(p, str) else None for p in items]
-        return [RequestOutput.of(r, t) for r, t in zip(requests, texts, strict=True)]
+        return [RequestOutput.of(r, p) for r, p in zip(requests, items, strict=True)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Generates one prompt and yields what each pass adds; leaving the loop early cancels it."""
-        request = self.engine.submit(self._encode(prompt), sampling_params or SamplingParams())
+        """Generates one prompt and yields what each pass adds; leaving the loop early cancels it.
+
+        Several streams may be open at once. Raises RequestError at the first `next`.
+        """
+        [params] = _params_of(sampling_params, 1)
+        request = self.engine.submit(self._encode(prompt), params)
+        inbox = self._inboxes[request] = deque()
         try:
-            while request.finish_reason is None:
-                yield from (d for d in self.engine.step() if d.request is request)
+            while inbox or request.finish_reason is None:
+                if not inbox:
+                    self._step()
+                while inbox:
+                    yield inbox.popleft()
         finally:
-            if request.finish_reason is None:
-                self._abandon([request])
+            del self._inboxes[request]
+            self._abandon([request])
 
-    def _abandon(self, requests: list[Request]) -> None:
-        for request in requests:
+    def encode_chat(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """Token ids of (role, text) turns in the chat format, ready for the assistant's answer."""
+        if not any(text.strip() for _, text in turns):
+            raise RequestError("the prompt is empty: give at least one turn with text.")
+        return self._need_tokenizer().chat(turns)
+
+    def _step(self) -> None:
+        """One scheduler step; deltas go to the streams that wait for them."""
+        for delta in self.engine.step():
+            if delta.request in self._inboxes:
+                self._inboxes[delta.request].append(delta)
+
+    def _abandon(self, requests: Iterable[Request]) -> None:
+        """Cancels what has not finished and frees its slots and pages."""
+        running = [r for r in requests if r.finish_reason is None]
+        for request in running:
             self.engine.cancel(request)
-        if requests:
-            self.engine.step()
+        if running:
+            self._step()
 
-    def _params_for(
-        self, items: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or SamplingParams()] * len(items)
-        if len(given) != len(items):
-            raise RequestError(f"{len(given)} sampling_params for {len(items)} prompts: give one, or one per prompt.")
-        return list(given)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, dict):
-            return prompt["prompt_token_ids"]
-        if self.tokenizer is None:
-            raise RequestError("this engine has no tokenizer: give prompt_token_ids.")
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise RequestError(
+                    f"a prompt has the keys {sorted(map(str, prompt))}: give text or {{'prompt_token_ids': [...]}}."
+                )
+            return _listed(prompt["prompt_token_ids"], "prompt_token_ids")
+        if not isinstance(prompt, str):
+            raise RequestError(f"a prompt is {prompt!r:.60}: give text or {{'prompt_token_ids': [...]}}.")
         if not prompt:
             raise RequestError("the prompt is empty: give at least one token.")
-        return self.tokenizer.encode(prompt)
+        return self._need_tokenizer().encode(prompt)
+
+    def _need_tokenizer(self) -> EngineTokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: give prompt_token_ids.")
+        return self.tokenizer
+
+
+def _loadable(directory: Path, verify_hashes: bool) -> Manifest:
+    manifest = Manifest.read(directory)
+    if manifest.target != "onnxruntime":
+        raise EngineFormatError(
+            f"{directory} was built for target {manifest.target}, which cannot run here: "
+            "build with --target onnxruntime."
+        )
+    if verify_hashes:
+        manifest.verify(directory)
+    return manifest
+
+
+def _tokenizer(directory: Path) -> EngineTokenizer | None:
+    path = directory / "tokenizer.json"
+    return EngineTokenizer(path) if path.is_file() else None
+
+
+def _latency(directory: Path) -> LatencyTable | None:
+    path = directory / LATENCY_FILE
+    return LatencyTable.read(path) if path.is_file() else None
+
+
+def _listed(values: Any, name: str) -> list[Any]:
+    """A plain list; RequestError for text or a single value."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise RequestError(f"{name} is {values!r:.60}: give a list.")
+    return list(values)
+
+
+def _params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    params = _listed(given, "sampling_params")
+    if len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(
+            f"sampling_params are {len(params)} values for {count} prompts: give one SamplingParams, or one per prompt."
+        )
+    return params

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,9 @@ from trtllm_v4tree.runtime.clock import PhaseClock
 from trtllm_v4tree.runtime.detokenize import Decoder
 from trtllm_v4tree.runtime.executor import DraftResult, Executor, StepResult
 from trtllm_v4tree.runtime.finish import FinishRules
+from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
+from trtllm_v4tree.runtime.policy import AutoPolicy, Candidates, FixedPolicy, Policy
 from trtllm_v4tree.runtime.pools import Pools
 from trtllm_v4tree.runtime.request import Delta, Phase, Request
 from trtllm_v4tree.runtime.sampling import (
@@ -75,6 +78,15 @@ class _Drafted:
         self.result, self.tables = result, tables
 
 
+class _Proposal(NamedTuple):
+    """The tree of a round; candidates and kept [B, N] (candidate of each node) where a draft round chose it."""
+
+    tree: Tree
+    drafted: _Drafted | None
+    candidates: Candidates | None
+    kept: Ints | None
+
+
 class Engine:
     """Scheduler and round loop over one executor. Not thread-safe: one thread submits and steps.
 
@@ -89,9 +101,13 @@ class Engine:
         decoder: Decoder | None = None,
         max_queue: int = 4096,
         deterministic: bool = False,
+        latency: LatencyTable | None = None,
     ) -> None:
         self.executor, self.sizes, self.config = executor, executor.sizes, executor.config
         self.decoder, self.max_queue, self.deterministic = decoder, max_queue, deterministic
+        self.latency = latency
+        self._queue: deque[Request] = deque()
+        self._active: list[Request] = []
         self.set_speculation(speculation)
         self.pools = Pools(self.sizes)
         self.clock = PhaseClock()
@@ -102,12 +118,13 @@ class Engine:
         self._ids = itertools.count()
 
     def set_speculation(self, name: str) -> None:
-        """Chooses the drafting shape and loads its graph; only while idle, since a drafter must have read all of a prompt."""
-        spec = check_speculation(name, self.sizes)
-        if spec is not None:
-            self.executor.prepare_draft(0, 1)
-            self.executor.prepare_draft(spec.steps, spec.topk)
-        self.speculation = spec
+        """Chooses how to draft (`none`, `sN_kK_dD`, `auto`) and loads the graphs; only while idle."""
+        assert self.idle, "speculation changes only between generations"
+        policy = make_policy(name, self.sizes, self.executor.draft_shapes, self.latency)
+        if policy is not None:
+            for steps, topk in ((0, 1), *policy.shapes):
+                self.executor.prepare_draft(steps, topk)
+        self.policy = policy
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> Request:
         """Queues a request; raises RequestError for one that this engine can never serve."""
@@ -252,8 +269,8 @@ class Engine:
         return deltas, following
 
     def _catch_up(self, slots: Ints) -> _Drafted | None:
-        """Lets the drafter read rows committed earlier, before a prefill pass overwrites them."""
-        if self.speculation is None or not self._slots.pending[slots].any():
+        """Lets the drafter read rows committed earlier, before a pass that overwrites them or has no room for more."""
+        if self.policy is None or not self._slots.pending[slots].any():
             return None
         return self._draft(slots, 0, 1)
 
@@ -262,7 +279,8 @@ class Engine:
     def _decode(self, batch: list[Request]) -> list[Delta]:
         slots = np.array([r.slot for r in batch], np.int64)
         self.clock.mark("host")
-        drafted, tree = self._propose(batch, slots)
+        proposal = self._propose(batch, slots)
+        tree = proposal.tree
         nodes = tree.parents.shape[1]
         logit_nodes = np.broadcast_to(np.arange(nodes), tree.parents.shape)
         step = step_tables(self.sizes, self._slots.sequences(slots), tree, logit_nodes)
@@ -270,15 +288,22 @@ class Engine:
         result = self.executor.target(step.feeds)
         self.clock.mark("verify")
         visited = self._accept(batch, step, result)
+        if self.policy is not None and proposal.candidates is not None and proposal.kept is not None:
+            self.policy.observe(proposal.candidates, proposal.kept, visited)
         deltas, counts = self._finish(batch, visited, result)
         self.clock.mark("accept")
-        self._commit(step, result, visited.path, counts, drafted)
-        width = visited.emitted.shape[1]
-        self._slots.next_tokens[slots, :width] = visited.emitted
+        self._commit(step, result, visited.path, counts, proposal.drafted)
+        self._note_next_tokens(slots, visited.emitted, counts)
         self._slots.root[slots] = np.take_along_axis(visited.emitted, (counts - 1)[:, None], axis=1)[:, 0]
         if self.deterministic:
             self._restart_undecided(batch, visited)
         return deltas
+
+    def _note_next_tokens(self, slots: Ints, emitted: Ints, counts: Ints) -> None:
+        """The token after each committed row, for the drafter: emitted [B, T], behind what it has not read."""
+        b, t = np.nonzero(np.arange(emitted.shape[1]) < counts[:, None])
+        behind = (self._slots.pending[slots] - counts)[b] + t
+        self._slots.next_tokens[slots[b], behind] = emitted[b, t]
 
     def _restart_undecided(self, batch: list[Request], visited: Walk) -> None:
         for row, request in enumerate(batch):
@@ -287,18 +312,20 @@ class Engine:
                 self.executor.reset(request.slot)
                 request.restart()
 
-    def _propose(self, batch: list[Request], slots: Ints) -> tuple[_Drafted | None, Tree]:
-        """The tree to verify: the root alone without speculation, else the best nodes of a draft round."""
-        spec = self.speculation
-        if spec is None:
-            parents, tokens = chain(len(batch), 1), self._slots.root[slots][:, None]
-            return None, Tree.make(parents, tokens)
-        drafted = self._draft(slots, spec.steps, spec.topk)
-        budgets = np.minimum(np.array([r.room for r in batch], np.int64), spec.budget)
+    def _propose(self, batch: list[Request], slots: Ints) -> _Proposal:
+        """The tree to verify: the best nodes of a draft round, or the root alone where drafting is off or does not pay."""
+        shape = None if self.policy is None else self.policy.shape(len(batch))
+        if self.policy is None or shape is None:
+            full = (self._slots.pending[slots] >= self.sizes.max_commit).any()
+            drafted = self._catch_up(slots) if full else None
+            return _Proposal(Tree.make(chain(len(batch), 1), self._slots.root[slots][:, None]), drafted, None, None)
+        drafted = self._draft(slots, *shape)
         result = drafted.result
-        parents, tokens = select_nodes(result.scores, result.parents, result.tokens, budgets)
+        candidates = Candidates(result.parents, result.tokens, result.scores)
+        choice = self.policy.choose(candidates, np.array([r.room for r in batch], np.int64))
+        kept, parents, tokens = select_nodes(choice.scores, result.parents, result.tokens, choice.budgets)
         tokens[:, 0] = self._slots.root[slots]
-        return drafted, Tree.make(parents, tokens)
+        return _Proposal(Tree.make(parents, tokens), drafted, candidates, kept)
 
     def _draft(self, slots: Ints, steps: int, topk: int) -> _Drafted:
         pending = self._slots.pending[slots]
@@ -376,20 +403,39 @@ class Engine:
         return [] if n is None else [top_logprobs(row, token, n) for row, token in zip(logits, run, strict=True)]
 
     def _commit(self, step: StepTables, result: StepResult, path: Ints, counts: Ints, drafted: _Drafted | None) -> None:
-        feeds = commit_tables(self.sizes, step, path, counts)
+        slots = step.seqs.slots
+        if drafted is not None or self.policy is None:
+            self._slots.pending[slots] = 0
+        unread = self._slots.pending[slots]
+        feeds = commit_tables(self.sizes, step, path, counts, unread)
         scratch = None
         if drafted is not None:
             feeds.update(drafted.tables)
             scratch = drafted.result.scratch
         self.clock.mark("host")
         self.executor.commit(result.scratch, scratch, feeds)
-        slots = step.seqs.slots
         self._slots.length[slots] += counts
-        self._slots.pending[slots] = counts
+        self._slots.pending[slots] = unread + counts
         self.clock.mark("commit")
 
 
-def check_speculation(name: str, sizes: EngineSizes) -> Speculation | None:
+def make_policy(
+    name: str, sizes: EngineSizes, shapes: tuple[tuple[int, int], ...], latency: LatencyTable | None
+) -> Policy | None:
+    """The policy of a speculation name, or RequestError with what this engine allows."""
+    if not isinstance(name, str):
+        raise RequestError(f"speculation is {name!r}: give none, auto or sN_kK_dD.")
+    if name == "auto":
+        if not sizes.has_mtp or not shapes:
+            raise RequestError("speculation 'auto' needs a drafter, and this engine has none: use none.")
+        if latency is None:
+            raise RequestError("speculation 'auto' needs the latency table of the build: build again without --no_latency_table.")
+        return AutoPolicy(shapes, latency, sizes.max_verify_tokens)
+    spec = check_speculation(name, sizes, shapes)
+    return None if spec is None else FixedPolicy(spec)
+
+
+def check_speculation(name: str, sizes: EngineSizes, shapes: tuple[tuple[int, int], ...]) -> Speculation | None:
     """The parsed speculation, or RequestError with what this engine allows."""
     spec = parse_speculation(name)
     if spec is None:
@@ -400,6 +446,12 @@ def check_speculation(name: str, sizes: EngineSizes) -> Speculation | None:
         raise RequestError(
             f"speculation {name!r} verifies {spec.budget} tokens and the engine at most {sizes.max_verify_tokens}: "
             f"use d{sizes.max_verify_tokens} or less, or build with a larger --max_verify_tokens."
+        )
+    if (spec.steps, spec.topk) not in shapes:
+        built = ", ".join(f"s{s}_k{k}" for s, k in shapes)
+        raise RequestError(
+            f"speculation {name!r} needs the draft round s{spec.steps}_k{spec.topk}, and the engine was built with {built}: "
+            f"use one of these or build with --draft_shapes s{spec.steps}_k{spec.topk}."
         )
     return spec
 

@@ -48,6 +48,7 @@ class Executor(Protocol):
 
     config: ModelConfig
     sizes: EngineSizes
+    draft_shapes: tuple[tuple[int, int], ...]
 
     def prepare_draft(self, steps: int, topk: int) -> None: ...
 
@@ -111,7 +112,7 @@ class OnnxRuntimeExecutor:
 
     def __init__(self, directory: Path, manifest: Manifest, threads: int = 0) -> None:
         self.directory, self.manifest, self.threads = directory, manifest, threads
-        self.config, self.sizes = manifest.config, manifest.sizes
+        self.config, self.sizes, self.draft_shapes = manifest.config, manifest.sizes, manifest.draft_shapes
         specs = contract.states(self.config, self.sizes)
         self.states = {t.name: np.zeros(t.shape, np.float32) for t in specs}  # type: ignore[arg-type]
         self._graphs: dict[str, _Graph] = {}

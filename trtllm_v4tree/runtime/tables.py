@@ -246,18 +246,25 @@ def _pool_table(kind: _Kind, seqs: Sequences, tree: Tree, found: list[Boundary],
     return table, positions
 
 
-def commit_tables(sizes: EngineSizes, step: StepTables, path: Ints, counts: Ints) -> Feeds:
-    """Inputs of `commit` for accepted node ids `path` [B, T] of which the first `counts` [B] are kept (law 2)."""
+def commit_tables(
+    sizes: EngineSizes, step: StepTables, path: Ints, counts: Ints, unread: Ints | None = None
+) -> Feeds:
+    """Inputs of `commit` for accepted node ids `path` [B, T] of which the first `counts` [B] are kept (law 2).
+
+    unread [B]: rows of the streams pool that the drafter has yet to read; new ones go behind them.
+    """
     seqs, n, w = step.seqs, step.tree.parents.shape[1], sizes.window
     slots, lengths, kept = seqs.slots.tolist(), seqs.lengths.tolist(), counts.tolist()
     paths = [line[:k] for line, k in zip(path.tolist(), kept, strict=True)]
+    behind = [0] * len(slots) if unread is None else unread.tolist()
     accepted, ring, streams = [], [], []
     for b, line in enumerate(paths):
         base, length, k = 1 + slots[b] * w, lengths[b], kept[b]
         accepted += [b * n + node for node in line]
         ring += [BIN_WINDOW_ROW] * (k - w)
         ring += [base + p % w for p in range(length + max(0, k - w), length + k)]
-        streams += range(1 + slots[b] * sizes.max_commit, 1 + slots[b] * sizes.max_commit + k)
+        first = 1 + slots[b] * sizes.max_commit + behind[b]
+        streams += range(first, first + k)
     feeds: Feeds = {"slots": seqs.slots, "accepted": _ints(accepted), "window_dst": _ints(ring)}
     if sizes.has_mtp:
         feeds["stream_dst"] = _ints(streams)

@@ -38,7 +38,7 @@ def parse_speculation(name: str) -> Speculation | None:
         return None
     match = _NAME.fullmatch(name)
     if match is None:
-        raise RequestError(f"speculation {name!r} is unknown: use none or sN_kK_dD, for example s4_k3_d8 (tree) or s7_k1_d8 (chain).")
+        raise RequestError(f"speculation {name!r} is unknown: use none, auto or sN_kK_dD, for example s4_k3_d8 (tree) or s7_k1_d8 (chain).")
     steps, topk, budget = map(int, match.groups())
     candidates = topk + (steps - 1) * topk * topk
     if steps < 1 or topk < 1 or budget < 2:
@@ -75,8 +75,11 @@ def ancestors(parents: Ints) -> Bools:
 
 
 
-def select_nodes(scores: NDArray[np.float32], parents: Ints, tokens: Ints, budgets: Ints) -> tuple[Ints, Ints]:
-    """The best candidates of every sequence as a tree: candidates [B, C] by level -> parents and tokens [B, N], root at 0.
+def select_nodes(
+    scores: NDArray[np.floating], parents: Ints, tokens: Ints, budgets: Ints
+) -> tuple[Ints, Ints, Ints]:
+    """The best candidates of every sequence as a tree: candidates [B, C] by level -> candidate (-1 root, -2 padding), parent and
+    token of each node [B, N], root at 0.
 
     Keeps `budgets[b] - 1` candidates by the strict total order (score, then depth, then index): a child never scores above its
     parent and never precedes it, so what is kept is closed under ancestors. The token of the root is left 0.
@@ -96,4 +99,5 @@ def select_nodes(scores: NDArray[np.float32], parents: Ints, tokens: Ints, budge
     linked = np.where(up < 0, 0, place[rows, np.maximum(up, 0)])
     tree = np.concatenate([np.full((batch, 1), ROOT, np.int64), np.where(real, linked, PAD)], axis=1)
     drafted = np.where(real, tokens[rows, source], 0)
-    return tree, np.concatenate([np.zeros((batch, 1), np.int64), drafted], axis=1)
+    chosen = np.concatenate([np.full((batch, 1), ROOT, np.int64), np.where(real, kept, PAD)], axis=1)
+    return chosen, tree, np.concatenate([np.zeros((batch, 1), np.int64), drafted], axis=1)
