@@ -1,6 +1,6 @@
 """Drives an executor pass by pass, as the round loop does, and knows which rows of every pool a sequence owns.
 
-Pools start as NaN: only the zero rows and what a commit wrote hold numbers, so reading anything else shows in the result.
+Pools start as NaN: only the zero rows and what a commit wrote hold numbers, so reading anything else shows.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class Verified:
     tables: tables.StepTables
     logits: np.ndarray
     scratch: Any
+
+    def boundaries(self, kind: str | None) -> dict[tuple[int, int], int]:
+        """Index of every node that completes a window of this kind, by sequence and node id."""
+        return {(at.row, at.node): at.index for at in self.tables.boundaries.get(kind or "", [])}
 
 
 @dataclass(frozen=True)
@@ -122,45 +126,69 @@ class Driver:
         pending = np.array([h.pending for h in held])
         following = np.zeros((len(held), int(pending.max())), np.int64)
         for b, (h, root) in enumerate(zip(held, roots, strict=True)):
-            following[b, : h.pending] = [*h.ids, int(root)][h.length - h.pending + 1 :]
+            following[b, : h.pending] = [*h.ids[h.length - h.pending + 1 :], int(root)][: h.pending]
         feeds, read = tables.draft_tables(self.sizes, self._sequences(held, 0), pending, following, steps)
         self.executor.prepare_draft(steps, topk)
         return Drafted(feeds, read, self.executor.draft(steps, topk, feeds))
 
-    def commit(self, done: Verified, paths: list[list[int]], drafted: Drafted | None = None, keep: Sequence[int] | None = None) -> list[Held]:
-        """Commits the first `keep` nodes (all without it) of every path, and the rows the drafter read."""
+    def commit(
+        self,
+        done: Verified,
+        paths: list[list[int]],
+        drafted: Drafted | None = None,
+        keep: Sequence[int] | None = None,
+        behind: bool = False,
+    ) -> list[Held]:
+        """Commits the first `keep` nodes (all without it) of every path, and the rows the drafter read.
+
+        behind: the drafter has not read the pending streams, so new ones go behind them; otherwise those are dropped.
+        """
         counts = np.array([len(p) for p in paths] if keep is None else keep)
         path = np.full((len(paths), max(1, *map(len, paths))), -1, np.int64)
         for b, nodes in enumerate(paths):
             path[b, : len(nodes)] = nodes
-        feeds = tables.commit_tables(self.sizes, done.tables, path, counts)
+        unread = np.array([h.pending if behind else 0 for h in done.held])
+        feeds = tables.commit_tables(self.sizes, done.tables, path, counts, unread)
         if drafted is not None:
             slots = np.array([h.slot for h in done.held])
             feeds |= tables.drafter_commit_tables(self.sizes, drafted.feeds, slots, drafted.read)
         self.executor.commit(done.scratch, drafted and drafted.result.scratch, feeds)
         out = []
-        for h, (_, tokens), nodes, count in zip(done.held, done.trees, paths, counts, strict=True):
-            new = tuple(int(tokens[n]) for n in nodes[:count])
-            out.append(replace(h, ids=h.ids + new, pending=len(new)))
+        for b, (h, (_, tokens)) in enumerate(zip(done.held, done.trees, strict=True)):
+            new = tuple(int(tokens[n]) for n in paths[b][: counts[b]])
+            out.append(replace(h, ids=h.ids + new, pending=int(unread[b]) + len(new)))
         return out
 
-    def advance(self, held: list[Held], trees: list[Tree], paths: list[list[int]], poisoned: bool = False) -> list[Held]:
-        """One round without proposals: catch-up of the drafter, verify, commit. Poisoned: all that is not owned is NaN."""
+    def advance(
+        self,
+        held: list[Held],
+        trees: list[Tree],
+        paths: list[list[int]],
+        poisoned: bool = False,
+        beside: Sequence[Held] = (),
+    ) -> list[Held]:
+        """One round without proposals: catch-up of the drafter, verify, commit.
+
+        Poisoned: all that neither the batch nor `beside` owns is NaN, and so is the scratch of rejected nodes.
+        """
         if poisoned:
-            self.poison(held)
-        drafted = self.draft(held, [tokens[0] for _, tokens in trees]) if any(h.pending for h in held) else None
+            self.poison([*held, *beside])
+        roots = [int(tokens[0]) if len(tokens) else 0 for _, tokens in trees]
+        drafted = self.draft(held, roots) if any(h.pending for h in held) else None
         done = self.verify(held, trees)
         if poisoned:
             done, drafted = self.poison_scratch(done, paths, [len(p) for p in paths]), self.poison_drafter(drafted)
         return self.commit(done, paths, drafted)
 
-    def prefill(self, held: Held, ids: Sequence[int], chunks: Sequence[int], poisoned: bool = False) -> Held:
+    def prefill(
+        self, held: Held, ids: Sequence[int], chunks: Sequence[int], poisoned: bool = False, beside: Sequence[Held] = ()
+    ) -> Held:
         """Commits `ids` in chunks of the given sizes, the last size repeated."""
         done, sizes = 0, list(chunks)
         while done < len(ids):
             size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
             tree = chain_tree(ids[done : done + size])
-            [held] = self.advance([held], [tree], [list(range(len(tree[0])))], poisoned)
+            [held] = self.advance([held], [tree], [list(range(len(tree[0])))], poisoned, beside)
             done += size
         return held
 
@@ -181,8 +209,9 @@ class Driver:
             self.executor.state(name)[...] = pool
 
     def read(self, held: Held) -> Pools:
-        """What later passes may read of a sequence, by logical order: [layers, positions or entries or 1 or pending, ...]."""
-        return {name: self.executor.state(name)[rows] for name, rows in owned_rows(self.sizes, self.specs, held).items()}
+        """What later passes may read of a sequence: [layers, positions or entries or pending rows or 1, ...]."""
+        owned = owned_rows(self.sizes, self.specs, held)
+        return {name: self.executor.state(name)[rows] for name, rows in owned.items()}
 
     def poison(self, held: list[Held]) -> None:
         """NaN in every row of every pool that no sequence of `held` owns, the bin included; zero rows are zero."""
@@ -200,17 +229,16 @@ class Driver:
         real = np.zeros(done.tables.tree.parents.shape, bool)
         for b, (nodes, count) in enumerate(zip(paths, keep, strict=True)):
             real[b, nodes[:count]] = True
-        kept = {"N": real}
-        for kind, dim in (("csa", "M"), ("hca", "Q")):
-            if kind in done.tables.boundaries:
-                nodes, ends = done.tables.boundaries[kind]
-                kept[dim] = np.take_along_axis(real, nodes, axis=1) & ends
         scratch = {name: as_array(value) for name, value in done.scratch.items()}
         for spec in contract.commit(self.config, self.sizes).inputs:
             if spec.role == "scratch" and spec.name != "mtp_scratch":
                 axis = spec.shape.index("B")
                 rows = np.moveaxis(scratch[spec.name], (axis, axis + 1), (0, 1))
-                rows[~kept[str(spec.shape[axis + 1])]] = np.nan
+                kind = {"M": "csa", "Q": "hca"}.get(str(spec.shape[axis + 1]))
+                kept = real if kind is None else np.zeros(rows.shape[:2], bool)
+                for (b, node), index in done.boundaries(kind).items():
+                    kept[b, index] = real[b, node]
+                rows[~kept] = np.nan
         return replace(done, scratch=scratch)
 
     def poison_drafter(self, drafted: Drafted | None) -> Drafted | None:

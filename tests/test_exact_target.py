@@ -53,9 +53,7 @@ def verify_exactly(built: Built, held: list[Held], trees: list[Tree]):
         pytest.param("w128", [128, 160, 192, 224], 32, marks=pytest.mark.slow),
     ],
 )
-def test_every_phase_of_the_prefix(
-    tiny: Callable[[str], Built], name: str, starts: list[int], rounds: int
-) -> None:
+def test_every_phase_of_the_prefix(tiny: Callable[[str], Built], name: str, starts: list[int], rounds: int) -> None:
     """Sequences grow by one token, the first of an accepted path, so every phase mod 4 and mod the HCA ratio is met."""
     built, rng = tiny(name), np.random.default_rng(11)
     held = filled(built, rng, starts)
@@ -82,6 +80,15 @@ def test_rounds_of_commits_of_random_paths(built: Built, seed: int) -> None:
         order = rng.permutation(len(held))
         held = built.driver.commit(done, paths, keep=keep)
         held = [held[i] for i in order]
+
+
+@pytest.mark.parametrize("length", range(5))
+def test_before_the_first_entries(built: Built, length: int) -> None:
+    """Alone, with no entry committed or completed: nothing to select from."""
+    rng = np.random.default_rng(length)
+    held = filled(built, rng, [length])
+    for shape in SHAPES:
+        verify_exactly(built, held, [random_tree(rng, NODES, built.driver.config.vocab_size, shape)])
 
 
 @pytest.mark.parametrize("length", [243, 250, 508])

@@ -6,30 +6,44 @@ import contextlib
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtllm_v4tree.config import ModelConfig
-from trtllm_v4tree.errors import ConfigError, EngineFormatError
+from trtllm_v4tree.errors import ConfigError, EngineFormatError, V4TreeError
 from trtllm_v4tree.sizes import EngineSizes
 
 FORMAT_VERSION = 1
 MANIFEST = "engine.json"
+LATENCY_FILE = "latency.json"
+WEIGHTS_FILE = "weights.safetensors"
+_CHOSEN_SIZES = ("max_batch_size", "max_seq_len", "max_verify_tokens", "prefill_chunk", "num_pages")
+
+Shapes = tuple[tuple[int, int], ...]
+_T = TypeVar("_T")
+
+
+def graph_stems(has_mtp: bool, draft_shapes: Shapes) -> list[str]:
+    """File stems of an engine's graphs; a draft shape is (steps, topk)."""
+    drafts = ["draft_catchup", *(f"draft_s{steps}_k{topk}" for steps, topk in draft_shapes)]
+    return ["target_step", "commit", *(drafts if has_mtp else [])]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an engine is: `files` maps each file name to its SHA-256, `draft_shapes` lists the (steps, topk) graphs present."""
+    """What an engine is: `files` maps each file name to its SHA-256, `draft_shapes` lists the (steps, topk) graphs."""
 
     target: str
     dtype: str
     config: ModelConfig
     sizes: EngineSizes
-    draft_shapes: tuple[tuple[int, int], ...]
+    draft_shapes: Shapes
     files: dict[str, str]
     built_with: dict[str, str]
 
@@ -51,48 +65,115 @@ class Manifest:
         """Reads and checks `engine.json`; raises EngineFormatError in one sentence."""
         data = _manifest_data(directory)
         try:
-            return cls(
-                target=data["target"],
-                dtype=data["dtype"],
-                config=ModelConfig.from_dict(data["config"]),
-                sizes=EngineSizes.from_dict(data["sizes"]),
-                draft_shapes=tuple((int(a), int(b)) for a, b in data["draft_shapes"]),
-                files=dict(data["files"]),
-                built_with=dict(data["built_with"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return _parsed(data)
+        except ValueError as error:
+            reason = str(error).rstrip(".")
             raise EngineFormatError(
-                f"{directory / MANIFEST} is damaged ({error}): build the engine again with `v4tree build`."
+                f"{directory / MANIFEST} is damaged ({reason}): build the engine again with `v4tree build`."
             ) from error
 
     def verify(self, directory: Path) -> None:
-        """Compares every file with its hash."""
+        """Compares every file with its hash; raises EngineFormatError for one that is missing or differs."""
         for name, expected in self.files.items():
             path = directory / name
-            if Path(name).name != name or not path.is_file():
-                raise EngineFormatError(f"{directory} lacks the file {name!r}: build the engine again with `v4tree build`.")
-            if sha256(path) != expected:
+            if not path.is_file():
+                raise EngineFormatError(f"{directory} lacks the file {name}: build the engine again.")
+            if _readable_hash(path) != expected:
                 raise EngineFormatError(
                     f"{path} does not match the hash in {MANIFEST}: it was changed or damaged; build the engine again."
                 )
 
 
 def _manifest_data(directory: Path) -> dict[str, Any]:
+    """The object in `engine.json`, of this format version."""
     path = directory / MANIFEST
     if not directory.is_dir():
-        raise EngineFormatError(f"No engine directory {directory}: build one with `v4tree build --output_dir {directory}`.")
+        raise EngineFormatError(
+            f"No engine directory {directory}: build one with `v4tree build --output_dir {directory}`."
+        )
     if not path.is_file():
-        raise EngineFormatError(f"{directory} is not an engine directory (no {MANIFEST}): give the output_dir of `v4tree build`.")
+        raise EngineFormatError(
+            f"{directory} is not an engine directory (no {MANIFEST}): give the output_dir of `v4tree build`."
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise EngineFormatError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
+    except (ValueError, RecursionError) as error:
         raise EngineFormatError(f"{path} is not valid JSON ({error}): build the engine again.") from error
-    version = data.get("format_version") if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        raise EngineFormatError(f"{path} is not a JSON object: build the engine again.")
+    version = data.get("format_version")
     if version != FORMAT_VERSION:
         raise EngineFormatError(
-            f"{directory} has engine format {version}, this version reads format {FORMAT_VERSION}: build the engine again."
+            f"{directory} has engine format {version}, this version reads format {FORMAT_VERSION}: "
+            "build the engine again."
         )
     return data
+
+
+def _parsed(data: dict[str, Any]) -> Manifest:
+    """Raises ValueError with what is wrong."""
+    config = ModelConfig.from_dict(_get(data, "config", dict))
+    sizes = _parsed_sizes(config, _get(data, "sizes", dict))
+    shapes = _parsed_shapes(_get(data, "draft_shapes", list))
+    files = _texts(data, "files")
+    _check_files(files, [WEIGHTS_FILE, *(f"{stem}.onnx" for stem in graph_stems(sizes.has_mtp, shapes))])
+    return Manifest(
+        target=_get(data, "target", str),
+        dtype=_get(data, "dtype", str),
+        config=config,
+        sizes=sizes,
+        draft_shapes=shapes,
+        files=files,
+        built_with=_texts(data, "built_with"),
+    )
+
+
+def _get(data: dict[str, Any], name: str, kind: type[_T]) -> _T:
+    value = data.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {_clipped(value)}, not {_KINDS[kind]}")
+    return value
+
+
+_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "an integer", bool: "true or false"}
+
+
+def _clipped(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + " ..."
+
+
+def _texts(data: dict[str, Any], name: str) -> dict[str, str]:
+    values = _get(data, name, dict)
+    return {key: _get(values, key, str) for key in values}
+
+
+def _parsed_sizes(config: ModelConfig, data: dict[str, Any]) -> EngineSizes:
+    """Derives the sizes again from those that were chosen; what was stored must be equal."""
+    chosen = {name: _get(data, name, int) for name in _CHOSEN_SIZES}
+    chosen["num_pages"] -= 1
+    sizes = EngineSizes.make(config, **chosen, has_mtp=_get(data, "has_mtp", bool))
+    if sizes.to_dict() != data:
+        raise ValueError("sizes do not follow from config and the chosen limits")
+    return sizes
+
+
+def _parsed_shapes(values: list[Any]) -> Shapes:
+    for shape in values:
+        if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and n >= 1 for n in shape):
+            raise ValueError(f"draft_shapes has {_clipped(shape)}, not [steps, topk]")
+    return tuple((steps, topk) for steps, topk in values)
+
+
+def _check_files(files: dict[str, str], required: list[str]) -> None:
+    for name in files:
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ValueError(f"files has {_clipped(name)}, which is no plain file name")
+    missing = [name for name in required if name not in files]
+    if missing:
+        raise ValueError(f"files lacks {', '.join(missing)}")
 
 
 def sha256(path: Path) -> str:
@@ -100,42 +181,95 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _readable_hash(path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise EngineFormatError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
+
+
 @contextlib.contextmanager
 def replacing(output_dir: Path) -> Iterator[Path]:
-    """A scratch directory beside `output_dir` that takes its place when the block ends well and vanishes when it does not.
+    """A scratch directory beside `output_dir` that takes its place when the block ends well and vanishes if it fails.
 
-    An existing engine is replaced; any other non-empty directory or file is refused.
+    An existing engine is replaced; any other non-empty directory or file is refused with ConfigError. V4TreeError if
+    the disk fails later on: `output_dir` is then as it was.
     """
-    _check_replaceable(output_dir)
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.building-", dir=output_dir.parent))
+    final = _checked_output(output_dir)
+    made = [p for p in final.parents if not p.exists()]
+    scratch = final.parent / f".{final.name}.building-{secrets.token_hex(4)}"
     try:
+        _make(scratch, output_dir)
         yield scratch
-        scratch.chmod(0o755)
-        _swap(scratch, output_dir)
+        _swap(scratch, final)
+    except OSError as error:
+        raise V4TreeError(
+            f"the engine cannot be written to {output_dir} ({error.strerror or error}): "
+            "nothing was changed; free space or give another --output_dir."
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        if not os.path.exists(final):
+            _remove_empty(made)
 
 
-def _check_replaceable(output_dir: Path) -> None:
-    if not output_dir.exists():
-        return
-    if not output_dir.is_dir() or (any(output_dir.iterdir()) and not (output_dir / MANIFEST).is_file()):
-        raise ConfigError(
-            f"output_dir {output_dir} exists and is not an engine: give a new or empty directory, or an engine to replace."
-        )
-
-
-def _swap(scratch: Path, output_dir: Path) -> None:
-    if not output_dir.exists():
-        os.rename(scratch, output_dir)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.old-", dir=output_dir.parent))
-    os.rename(output_dir, old / "engine")
+def _checked_output(output_dir: Path) -> Path:
+    """Where links lead to; ConfigError unless it is free, empty, or an engine and nothing else."""
     try:
-        os.rename(scratch, output_dir)
-    except OSError:
-        os.rename(old / "engine", output_dir)
-        raise
+        final = output_dir.resolve()
+        nearest = next(path for path in (final, *final.parents) if path.exists())
+        others = [p.name for p in final.iterdir() if p.name not in _engine_files(final)] if nearest == final else []
+    except NotADirectoryError:
+        nearest, others = final, []
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"output_dir {output_dir} cannot be used ({reason}): give another directory.") from error
+    if not nearest.is_dir():
+        raise ConfigError(f"output_dir {output_dir}: {nearest} is a file; give a directory.")
+    if others:
+        raise ConfigError(
+            f"output_dir {output_dir} has {_clipped(min(others))}, which is not part of an engine: "
+            "give a new or empty directory, or an engine to replace."
+        )
+    return final
+
+
+def _engine_files(directory: Path) -> set[str]:
+    """Names that belong to the engine of any format version in `directory`; empty if there is none."""
+    try:
+        files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return {MANIFEST, *files}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return set()
+
+
+def _make(scratch: Path, output_dir: Path) -> None:
+    try:
+        scratch.parent.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir(mode=0o755)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {output_dir} cannot be made ({error.strerror}): give a directory where you may write."
+        ) from error
+
+
+def _swap(scratch: Path, final: Path) -> None:
+    """Renames. Interrupted at any point, `final` is the old engine or the new one."""
+    if not final.exists() or not any(final.iterdir()):
+        os.rename(scratch, final)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.old-", dir=final.parent))
+    try:
+        os.rename(final, aside / "engine")
+        os.rename(scratch, final)
     finally:
-        shutil.rmtree(old, ignore_errors=True)
+        if not final.exists():
+            os.rename(aside / "engine", final)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    """Innermost first, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        for directory in directories:
+            directory.rmdir()

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from trtllm_v4tree.engine_dir import Manifest
+from trtllm_v4tree.engine_dir import LATENCY_FILE, Manifest
 from trtllm_v4tree.errors import EngineFormatError, RequestError
 from trtllm_v4tree.runtime.engine import Engine, make_policy
 from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
-from trtllm_v4tree.runtime.latency import LATENCY_FILE, LatencyTable
+from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
 from trtllm_v4tree.runtime.request import Delta, Request, RequestMetrics
 from trtllm_v4tree.runtime.sampling import TokenLogprobs
@@ -83,6 +83,7 @@ class LLM:
         directory = Path(engine_dir)
         self.manifest = _loadable(directory, verify_hashes)
         latency = _latency(directory)
+        _check_name(speculation)
         make_policy(speculation, self.manifest.sizes, self.manifest.draft_shapes, latency)
         self.tokenizer = _tokenizer(directory)
         executor = OnnxRuntimeExecutor(directory, self.manifest, threads)
@@ -91,7 +92,10 @@ class LLM:
         self._inboxes: dict[Request, deque[Delta]] = {}
 
     def set_speculation(self, speculation: str) -> None:
-        """Changes the drafting shape between generations; the engine must be idle."""
+        """Changes the drafting shape; RequestError for one that the engine lacks, or while a stream is open."""
+        _check_name(speculation)
+        if not self.engine.idle:
+            raise RequestError("speculation cannot change while requests run: read or close every open stream first.")
         self.engine.set_speculation(speculation)
 
     def generate(
@@ -170,6 +174,11 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer: give prompt_token_ids.")
         return self.tokenizer
+
+
+def _check_name(speculation: str) -> None:
+    if not isinstance(speculation, str):
+        raise RequestError(f"speculation is {speculation!r}: give none, auto or sN_kK_dD.")
 
 
 def _loadable(directory: Path, verify_hashes: bool) -> Manifest:

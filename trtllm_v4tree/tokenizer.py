@@ -1,14 +1,24 @@
-"""The engine's tokenizer and chat template (`tokenizer.json`, and `chat_template.jinja` where the checkpoint has one)."""
+"""The engine's tokenizer and DeepSeek's chat format (`tokenizer.json`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trtllm_v4tree.errors import EngineFormatError
+from trtllm_v4tree.errors import EngineFormatError, RequestError
 
-_MARKS = {"bos": ("<｜begin▁of▁sentence｜>",), "user": ("<｜User｜>",), "assistant": ("<｜Assistant｜>",)}
+_MARKS = {"bos": "<｜begin▁of▁sentence｜>", "user": "<｜User｜>", "assistant": "<｜Assistant｜>"}
+_ROLES = ("user", "assistant", "system")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Raises ValueError with the reason for a file that is no tokenizer."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(str(error)) from error
 
 
 class EngineTokenizer:
@@ -16,28 +26,37 @@ class EngineTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
+            self.tokenizer = load_tokenizer(path)
+        except ValueError as error:
             raise EngineFormatError(f"{path} is not a readable tokenizer ({error}): build the engine again.") from error
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Token ids of raw text, special marks in it included; a missing `<bos>` is put before it."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        bos = self._mark("bos")
+        """Token ids of raw text, special marks in it included; a missing `<bos>` is put before it.
+
+        Raises RequestError for a string that is no valid Unicode text.
+        """
+        ids, bos = self._ids(text), self._mark("bos")
         return [bos, *ids] if add_bos and bos is not None and ids[:1] != [bos] else ids
 
-    def chat(self, turns: list[tuple[str, str]]) -> list[int]:
+    def chat(self, turns: Sequence[tuple[str, str]]) -> list[int]:
         """Token ids of (role, text) turns, roles user, assistant and system, ready for the assistant's answer."""
-        bos, user, assistant = self._mark("bos"), self._mark("user"), self._mark("assistant")
+        bos, assistant = self._mark("bos"), self._mark("assistant")
         ids = [] if bos is None else [bos]
         for role, text in turns:
-            mark = {"user": user, "assistant": assistant}.get(role)
-            ids += ([] if mark is None else [mark]) + self.tokenizer.encode(text.strip(), add_special_tokens=False).ids
+            if role not in _ROLES:
+                raise RequestError(f"role {role!r} is unknown: choose one of {', '.join(_ROLES)}.")
+            mark = self._mark(role)
+            ids += ([] if mark is None else [mark]) + self._ids(text.strip())
         return ids + ([] if assistant is None else [assistant])
 
+    def _ids(self, text: str) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt has a lone surrogate at character {error.start}: give valid Unicode text."
+            ) from None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
     def _mark(self, name: str) -> int | None:
-        for text in _MARKS[name]:
-            token = self.tokenizer.token_to_id(text)
-            if token is not None:
-                return int(token)
-        return None
+        return self.tokenizer.token_to_id(_MARKS[name]) if name in _MARKS else None

@@ -5,49 +5,89 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trtllm_v4tree.cli.output import stderr
+from trtllm_v4tree.cli.output import printable, stderr
 from trtllm_v4tree.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trtllm_v4tree.compiler.build import BuildOptions
+    from trtllm_v4tree.engine_dir import Manifest
+
+PAGES = "Entry pages of 256 tokens; default: all sequences at full length."
+MTP = "Take the drafter's mtp.* tensors from this safetensors file."
+SHAPES = "Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4."
 
 
 def build(
-    checkpoint_dir: Annotated[Path, typer.Option("--checkpoint_dir", help="Directory with config.json and safetensors.")],
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Engine directory to write; an existing engine is replaced.")],
+    checkpoint_dir: Annotated[
+        Path, typer.Option("--checkpoint_dir", help="Directory with config.json, *.safetensors.")
+    ],
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="Engine directory; an existing engine is replaced.")],
     target: Annotated[str, typer.Option("--target", help="onnxruntime, tensorrt or tensorrt-rtx.")] = "onnxruntime",
     dtype: Annotated[str, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = "float32",
     max_batch_size: Annotated[int, typer.Option("--max_batch_size", help="Sequences decoded together.")] = 16,
-    max_seq_len: Annotated[int, typer.Option("--max_seq_len", help="Prompt and output tokens of one sequence.")] = 2048,
-    max_verify_tokens: Annotated[int, typer.Option("--max_verify_tokens", help="Nodes of a verified tree, root included.")] = 16,
+    max_seq_len: Annotated[int, typer.Option("--max_seq_len", help="Prompt and output tokens of a sequence.")] = 2048,
+    max_verify_tokens: Annotated[int, typer.Option("--max_verify_tokens", help="Nodes of a tree, with its root.")] = 16,
     prefill_chunk: Annotated[int, typer.Option("--prefill_chunk", help="Prompt tokens per pass.")] = 128,
-    num_pages: Annotated[int | None, typer.Option("--num_pages", help="Entry pages of 256 tokens; default: all sequences at full length.")] = None,
-    mtp_weights: Annotated[Path | None, typer.Option("--mtp_weights", help="Take the drafter's mtp.* tensors from this safetensors file.")] = None,
-    draft_shapes: Annotated[str | None, typer.Option("--draft_shapes", help="Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4.")] = None,
+    num_pages: Annotated[int | None, typer.Option("--num_pages", help=PAGES)] = None,
+    mtp_weights: Annotated[Path | None, typer.Option("--mtp_weights", help=MTP)] = None,
+    draft_shapes: Annotated[str | None, typer.Option("--draft_shapes", help=SHAPES)] = None,
+    no_latency_table: Annotated[
+        bool, typer.Option("--no_latency_table", help="Do not time the engine; speculation auto needs the table.")
+    ] = False,
 ) -> None:
     """Compile a DeepSeek-V4 checkpoint into an engine directory."""
     from trtllm_v4tree.compiler.build import BuildOptions
-    from trtllm_v4tree.compiler.build import build as compile_engine
 
     options = BuildOptions(
-        target, dtype, max_batch_size, max_seq_len, max_verify_tokens, prefill_chunk, num_pages, parse_shapes(draft_shapes)
+        target=target,
+        dtype=dtype,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_verify_tokens=max_verify_tokens,
+        prefill_chunk=prefill_chunk,
+        num_pages=num_pages,
+        draft_shapes=parse_shapes(draft_shapes),
     )
     started = time.monotonic()
-    columns = (TextColumn("{task.description:<44.44}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeElapsedColumn())
-    with Progress(*columns, console=stderr, transient=True) as progress:
+    manifest = compile_with_progress(checkpoint_dir, output_dir, options, mtp_weights, not no_latency_table)
+    report(output_dir, manifest, time.monotonic() - started)
+
+
+def compile_with_progress(
+    checkpoint_dir: Path, output_dir: Path, options: BuildOptions, mtp_weights: Path | None, timed: bool
+) -> Manifest:
+    """The build behind a progress bar, where stderr is a terminal."""
+    from trtllm_v4tree.compiler import build as compiler
+    from trtllm_v4tree.runtime.latency import measure_engine
+
+    columns = (
+        TextColumn("{task.description:<44.44}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("reading the checkpoint", total=1.0)
-        manifest = compile_engine(
-            checkpoint_dir,
-            output_dir,
-            options,
-            mtp_weights,
-            lambda line, done: progress.update(task, description=line, completed=done),
-        )
+
+        def show(line: str, done: float) -> None:
+            progress.update(task, description=line, completed=done)
+
+        def measure(directory: Path, manifest: Manifest) -> str:
+            return measure_engine(directory, manifest, show)
+
+        return compiler.build(checkpoint_dir, output_dir, options, mtp_weights, show, measure if timed else None)
+
+
+def report(output_dir: Path, manifest: Manifest, seconds: float) -> None:
     size = sum((output_dir / name).stat().st_size for name in manifest.files) / 1e6
     drafter = f"{len(manifest.draft_shapes)} draft shapes" if manifest.sizes.has_mtp else "no drafter in the checkpoint"
-    stderr.print(f"built {output_dir}: target {target}, {size:.1f} MB, {drafter}, {time.monotonic() - started:.1f} s")
+    place = printable(str(output_dir))
+    stderr.print(f"built {place}: target {manifest.target}, {size:.1f} MB, {drafter}, {seconds:.1f} s", markup=False)
 
 
 def parse_shapes(text: str | None) -> tuple[tuple[int, int], ...] | None:
@@ -56,8 +96,10 @@ def parse_shapes(text: str | None) -> tuple[tuple[int, int], ...] | None:
         return None
     shapes = []
     for part in text.split(","):
-        match = re.fullmatch(r"s(\d+)_k(\d+)", part.strip())
+        match = re.fullmatch(r"s(\d{1,4})_k(\d{1,4})", part.strip())
         if match is None:
-            raise ConfigError(f"draft shape {part.strip()!r} is not of the form sN_kK: give for example --draft_shapes s4_k3,s7_k1.")
+            raise ConfigError(
+                f"draft shape {part.strip()!r} is not of the form sN_kK: give for example --draft_shapes s4_k3,s7_k1."
+            )
         shapes.append((int(match[1]), int(match[2])))
-    return tuple(dict.fromkeys(shapes))
+    return tuple(shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,23 +13,32 @@ import onnx_ir as ir
 
 from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
-from trtllm_v4tree.compiler.weights import WEIGHTS_FILE, WeightPlan
+from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
-from trtllm_v4tree.engine_dir import MANIFEST, Manifest, replacing, sha256
+from trtllm_v4tree.engine_dir import LATENCY_FILE, MANIFEST, WEIGHTS_FILE, Manifest, Shapes, graph_stems, replacing, sha256
 from trtllm_v4tree.errors import CheckpointError, ConfigError
 from trtllm_v4tree.network import graphs
 from trtllm_v4tree.sizes import EngineSizes
+from trtllm_v4tree.tokenizer import load_tokenizer
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 DTYPES = ("float32", "float16", "bfloat16")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+MAX_DRAFT = 16
 Report = Callable[[str, float], None]
 """Progress: a line of what is being done, and the fraction done so far."""
+Measure = Callable[[Path, Manifest], str]
+"""Times a finished engine and returns its latency table as JSON; given by the caller, since it needs a runtime."""
+Models = dict[str, ir.Model]
+"""Graphs by file stem."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of `v4tree build`; `draft_shapes` are the (steps, topk) draft rounds to compile."""
+    """Options of `v4tree build`; `draft_shapes` are the (steps, topk) draft rounds to compile, None for the default.
+
+    Raises ConfigError for what no build can do; what depends on the model is checked by `build`.
+    """
 
     target: str = "onnxruntime"
     dtype: str = "float32"
@@ -37,7 +47,7 @@ class BuildOptions:
     max_verify_tokens: int = 16
     prefill_chunk: int = 128
     num_pages: int | None = None
-    draft_shapes: tuple[tuple[int, int], ...] | None = None
+    draft_shapes: Shapes | None = None
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
@@ -45,15 +55,50 @@ class BuildOptions:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
         if self.target != "onnxruntime":
-            raise ConfigError(f"target {self.target!r} is not available in this version: build with --target onnxruntime.")
+            raise ConfigError(
+                f"target {self.target!r} is not available in this version: build with --target onnxruntime."
+            )
         if self.dtype != "float32":
             raise ConfigError(f"target onnxruntime computes in float32, not {self.dtype}: build with --dtype float32.")
+        self._check_integers()
         for steps, topk in self.draft_shapes or ():
-            if not (1 <= steps <= 16 and 1 <= topk <= 16):
-                raise ConfigError(f"draft shape s{steps}_k{topk} is out of range: steps and topk go from 1 to 16.")
+            if not (1 <= steps <= MAX_DRAFT and 1 <= topk <= MAX_DRAFT):
+                raise ConfigError(
+                    f"draft shape s{steps}_k{topk} is out of range: steps and topk go from 1 to {MAX_DRAFT}."
+                )
+
+    def _check_integers(self) -> None:
+        for name in ("max_batch_size", "max_seq_len", "max_verify_tokens", "prefill_chunk", "num_pages"):
+            value = getattr(self, name)
+            if type(value) is not int and (name, value) != ("num_pages", None):
+                raise ConfigError(f"{name} is {value!r}: give an integer.")
+
+    def sizes(self, config: ModelConfig, has_mtp: bool) -> EngineSizes:
+        return EngineSizes.make(
+            config,
+            max_batch_size=self.max_batch_size,
+            max_seq_len=self.max_seq_len,
+            max_verify_tokens=self.max_verify_tokens,
+            prefill_chunk=self.prefill_chunk,
+            num_pages=self.num_pages,
+            has_mtp=has_mtp,
+        )
+
+    def shapes(self, config: ModelConfig, has_mtp: bool) -> Shapes:
+        """The draft rounds to compile, each once; none for a checkpoint without a drafter."""
+        if self.draft_shapes is None:
+            return default_draft_shapes(self.max_verify_tokens) if has_mtp else ()
+        if self.draft_shapes and not has_mtp:
+            raise ConfigError(
+                "draft_shapes were given, but the checkpoint has no mtp tensors: leave them out or give --mtp_weights."
+            )
+        widest = max((topk for _, topk in self.draft_shapes), default=1)
+        if widest > config.vocab_size:
+            raise ConfigError(f"draft shape k{widest} is wider than the vocabulary: use k{config.vocab_size} or less.")
+        return tuple(dict.fromkeys(self.draft_shapes))
 
 
-def default_draft_shapes(max_verify_tokens: int) -> tuple[tuple[int, int], ...]:
+def default_draft_shapes(max_verify_tokens: int) -> Shapes:
     """Chains up to D - 1 = 7 steps and trees of 2 to 7 steps with top-k 2 to 4, as far as D allows."""
     deepest = min(7, max_verify_tokens - 1)
     chains = [(n, 1) for n in range(1, deepest + 1)]
@@ -67,63 +112,68 @@ def build(
     options: BuildOptions,
     mtp_weights: Path | None = None,
     report: Report = lambda line, done: None,
+    measure: Measure | None = None,
 ) -> Manifest:
-    """Compiles a checkpoint; raises InputError subclasses, and leaves `output_dir` as it was if anything fails."""
+    """Compiles a checkpoint, and times the engine if `measure` is given; raises InputError subclasses, and leaves `output_dir` as it was if anything fails."""
     config = ModelConfig.from_pretrained(checkpoint_dir)
     source = Checkpoint.open(checkpoint_dir, config, mtp_weights)
-    _check_tokenizer(checkpoint_dir)
-    sizes = EngineSizes.make(
-        config,
-        max_batch_size=options.max_batch_size,
-        max_seq_len=options.max_seq_len,
-        max_verify_tokens=options.max_verify_tokens,
-        prefill_chunk=options.prefill_chunk,
-        num_pages=options.num_pages,
-        has_mtp=source.has_mtp,
-    )
+    check_tokenizer(checkpoint_dir, config)
+    sizes = options.sizes(config, source.has_mtp)
+    shapes = options.shapes(config, source.has_mtp)
     with replacing(output_dir) as scratch:
-        manifest = _write(scratch, checkpoint_dir, source, config, sizes, options, report)
+        models = _trace(config, sizes, shapes, report)
+        _write_weights(scratch, models, source, report)
+        _copy_tokenizer(checkpoint_dir, scratch)
+        versions = {name: metadata.version(name) for name in ("onnxruntime", "onnxscript")}
+        manifest = Manifest(options.target, options.dtype, config, sizes, shapes, {}, versions)
+        if measure is not None:
+            (scratch / LATENCY_FILE).write_text(measure(scratch, manifest), encoding="utf-8")
+        manifest = dataclasses.replace(manifest, files={path.name: sha256(path) for path in sorted(scratch.iterdir())})
+        (scratch / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        assert Manifest.read(scratch) == manifest
     return manifest
 
 
-def _check_tokenizer(checkpoint_dir: Path) -> None:
+def check_tokenizer(checkpoint_dir: Path, config: ModelConfig) -> None:
+    """A `tokenizer.json`, if there is one, must load and give no token that the model lacks."""
     path = checkpoint_dir / "tokenizer.json"
-    if path.is_file():
-        from tokenizers import Tokenizer
+    if not path.is_file():
+        return
+    try:
+        tokenizer = load_tokenizer(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a readable tokenizer ({error}): replace it or remove it.") from error
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if highest >= config.vocab_size:
+        raise CheckpointError(
+            f"{path} has token id {highest}, but the config's vocab_size is {config.vocab_size}: "
+            "it belongs to another model; replace it or remove it."
+        )
 
-        try:
-            Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise CheckpointError(f"{path} is not a readable tokenizer ({error}): replace it or remove it.") from error
 
-
-def trace_all(config: ModelConfig, sizes: EngineSizes, shapes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, ir.Model]]:
-    """The graphs of an engine by file stem."""
+def trace_all(config: ModelConfig, sizes: EngineSizes, shapes: Shapes) -> Iterator[ir.Model]:
+    """The graphs of an engine in the order of `graph_stems`."""
     ops = OnnxRuntimeOps()
-    yield "target_step", graphs.target_step(config, sizes, ops)
-    yield "commit", graphs.commit(config, sizes, ops)
+    yield graphs.target_step(config, sizes, ops)
+    yield graphs.commit(config, sizes, ops)
     if sizes.has_mtp:
-        yield "draft_catchup", graphs.draft_round(config, sizes, ops, 0, 1)
+        yield graphs.draft_round(config, sizes, ops, 0, 1)
         for steps, topk in shapes:
-            yield f"draft_s{steps}_k{topk}", graphs.draft_round(config, sizes, ops, steps, topk)
+            yield graphs.draft_round(config, sizes, ops, steps, topk)
 
 
-def _write(
-    scratch: Path,
-    checkpoint_dir: Path,
-    source: Checkpoint,
-    config: ModelConfig,
-    sizes: EngineSizes,
-    options: BuildOptions,
-    report: Report,
-) -> Manifest:
-    shapes = options.draft_shapes if options.draft_shapes is not None else default_draft_shapes(sizes.max_verify_tokens)
-    shapes = shapes if sizes.has_mtp else ()
-    total = 3 + len(shapes)
-    models: dict[str, ir.Model] = {}
-    for count, (stem, model) in enumerate(trace_all(config, sizes, shapes)):
-        report(f"traced {stem}: {len(model.graph)} nodes", 0.5 * count / total)
+def _trace(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, report: Report) -> Models:
+    """The first half of the work."""
+    models: Models = {}
+    stems = graph_stems(sizes.has_mtp, shapes)
+    for stem, model in zip(stems, trace_all(config, sizes, shapes), strict=True):
         models[stem] = model
+        report(f"traced {stem}: {len(model.graph)} nodes", 0.5 * len(models) / len(stems))
+    return models
+
+
+def _write_weights(scratch: Path, models: Models, source: Checkpoint, report: Report) -> None:
+    """The second half: the weights, each once, and the graphs that point to them."""
     plan = WeightPlan(models.values())
     done = 0
 
@@ -136,11 +186,9 @@ def _write(
     for stem, model in models.items():
         plan.attach(model)
         ir.save(model, scratch / f"{stem}.onnx")
+
+
+def _copy_tokenizer(checkpoint_dir: Path, scratch: Path) -> None:
     for name in TOKENIZER_FILES:
         if (checkpoint_dir / name).is_file():
             shutil.copyfile(checkpoint_dir / name, scratch / name)
-    files = {path.name: sha256(path) for path in sorted(scratch.iterdir())}
-    versions = {name: metadata.version(name) for name in ("onnxruntime", "onnxscript")}
-    manifest = Manifest(options.target, options.dtype, config, sizes, shapes, files, versions)
-    (scratch / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest

@@ -12,6 +12,9 @@ MS = "com.microsoft"
 class OnnxRuntimeOps(V4TreeOps):
     """Fewer and cheaper nodes than the reference bodies; the same values up to rounding."""
 
+    max_grouped_experts = 32
+    """A grouped expert is two nodes, and its weights are packed once; the MoE kernel packs them in every call of several rows."""
+
     def sinkhorn(self, op: Op, logits: Value, iterations: int, eps: float) -> Value:
         """Each half step after the first is one LpNormalization node.
 
@@ -25,11 +28,9 @@ class OnnxRuntimeOps(V4TreeOps):
             c = op.LpNormalization(op.LpNormalization(c, axis=-1, p=1), axis=-2, p=1)
         return op.Mul(c, f32(op, 1 / (1 + eps)))
 
-    def stream_pre_mix(self, op: Op, streams: Value, pre: Value, num_streams: int) -> Value:
-        return op.HyperConnectionPreMix(streams, pre, num_branches=num_streams, _domain=MS)
-
-    def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value, num_streams: int) -> Value:
-        return op.HyperConnectionPostMix(streams, out, post, comb, num_branches=num_streams, _domain=MS)
+    def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value) -> Value:
+        rows = op.Concat(streams, op.Unsqueeze(out, i64(op, 2)), axis=2)
+        return op.FusedMatMul(op.Concat(comb, post, axis=2), rows, transA=1, _domain=MS)
 
     def moe(
         self, op: Op, x: Value, expert_ids: Value, weights: Value, fc1: Value, fc2: Value, num_experts: int, topk: int, limit: float
@@ -45,6 +46,9 @@ class OnnxRuntimeOps(V4TreeOps):
             x, router, fc1, None, fc2, _domain=MS, k=topk, activation_type="swiglu", swiglu_fusion=1,
             activation_alpha=1.0, activation_beta=0.0, normalize_routing_weights=1, **attributes,
         )  # fmt: skip
+
+    def shares(self, op: Op, weights: Value) -> Value:
+        return op.LpNormalization(weights, axis=-1, p=1)
 
     def swiglu(self, op: Op, gate: Value, up: Value, limit: float) -> Value:
         if math.isfinite(limit):

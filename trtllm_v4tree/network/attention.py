@@ -160,7 +160,7 @@ class Attention(nn.Module):
         query, rows = self.project(op, x, rope, phase)
         keys, mask = visible(op, rows)
         c = self.config
-        o = self.ops.tree_attention(op, query, keys, mask, self.sink, c.num_heads, c.head_dim**-0.5)
+        o = self.ops.tree_attention(op, query, keys, mask, self.sink, c.num_heads, c.head_dim, c.head_dim**-0.5)
         o = self.ops.rope(op, o, rope.cos, rope.neg_sin, c.num_heads, c.rope_head_dim)
         return self.output(op, o), rows
 

@@ -33,7 +33,7 @@ def _mix_weight(prefix: str, gains: tuple[int, ...]) -> tuple[object, object]:
 
 
 class _StreamMixer(nn.Module):
-    """mix = (fn z) rsqrt(mean z^2 + eps) scale + base of the flattened streams z (spec 5.1, 5.3)."""
+    """mix = (fn z) rsqrt(mean z^2 + eps) scale + base of the flattened streams z (spec 5.1, 5.3): [B, N, m, D] -> [B, N, gains]."""
 
     def __init__(self, config: ModelConfig, prefix: str, gains: tuple[int, ...]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _StreamMixer(nn.Module):
 
     def forward(self, op: Op, streams: Value) -> Value:
         ones = const(op, np.ones(self.width, np.float32))
-        z = op.RMSNormalization(streams, ones, axis=-1, epsilon=self.eps)
+        z = op.RMSNormalization(op.Reshape(streams, i64(op, 0, 0, -1)), ones, axis=-1, epsilon=self.eps)
         return op.Add(op.MatMul(z, self.fn), self.base)
 
 
@@ -58,15 +58,15 @@ class HyperConnection(nn.Module):
         self.config, self.ops = config, ops
 
     def forward(self, op: Op, streams: Value) -> tuple[Value, Value, Value]:
-        """streams [B, N, m * D] -> sublayer input [B, N, D], post [B, N, m], comb [B, N, m, m]."""
+        """streams [B, N, m, D] -> sublayer input [B, N, D], post [B, N, 1, m], comb [B, N, m, m]."""
         c, m = self.config, self.config.hc_mult
-        gates, logits = op.Split(self.mixer(op, streams), i64(op, 2 * m, m * m), axis=-1, _outputs=2)
-        gain = const(op, np.repeat(np.array([1, 2], np.float32), m))
-        floor = const(op, np.repeat(np.array([c.hc_eps, 0], np.float32), m))
-        gates = op.Add(op.Mul(op.Sigmoid(gates), gain), floor)
-        pre, post = op.Split(gates, num_outputs=2, axis=-1, _outputs=2)
-        comb = self.ops.sinkhorn(op, op.Reshape(logits, i64(op, 0, 0, m, m)), c.hc_sinkhorn_iters, c.hc_eps)
-        return self.ops.stream_pre_mix(op, streams, pre, m), post, comb
+        rows = op.Reshape(self.mixer(op, streams), i64(op, 0, 0, 2 + m, m))
+        gates, logits = op.Split(rows, i64(op, 2, m), axis=2, _outputs=2)
+        gain, floor = (np.array(v, np.float32).reshape(2, 1) for v in ((1, 2), (c.hc_eps, 0)))
+        gates = op.Add(op.Mul(op.Sigmoid(gates), const(op, gain)), const(op, floor))
+        pre, post = op.Split(gates, num_outputs=2, axis=2, _outputs=2)
+        comb = self.ops.sinkhorn(op, logits, c.hc_sinkhorn_iters, c.hc_eps)
+        return self.ops.stream_pre_mix(op, streams, pre), post, comb
 
 
 class HyperHead(nn.Module):
@@ -79,19 +79,31 @@ class HyperHead(nn.Module):
 
     def forward(self, op: Op, streams: Value) -> Value:
         pre = op.Add(op.Sigmoid(self.mixer(op, streams)), f32(op, self.config.hc_eps))
-        return self.ops.stream_pre_mix(op, streams, pre, self.config.hc_mult)
+        return self.ops.stream_pre_mix(op, streams, op.Unsqueeze(pre, i64(op, 2)))
 
 
-def _expert_rows(source: TensorSource, prefix: str, count: int, layout: str, scale: float) -> np.ndarray:
-    """fc1 [E, 2I, D] with gate and up rows interleaved, or fc2 [E, D, I] times the routed scaling factor."""
-    if layout == "fc2":
-        return np.stack([source.get(f"{prefix}.{e}.w2.weight") for e in range(count)]) * np.float32(scale)
-    first = source.get(f"{prefix}.0.w1.weight")
-    out = np.empty((count, 2 * first.shape[0], first.shape[1]), np.float32)
-    for e in range(count):
-        out[e, 0::2] = source.get(f"{prefix}.{e}.w1.weight")
-        out[e, 1::2] = source.get(f"{prefix}.{e}.w3.weight")
-    return out
+def _expert_in(source: TensorSource, prefix: str) -> np.ndarray:
+    """Gate and up projection of one SwiGLU: [D, 2I], gate columns first."""
+    return np.concatenate([source.get(f"{prefix}.w1.weight"), source.get(f"{prefix}.w3.weight")]).T
+
+
+def _stacked_in(source: TensorSource, prefix: str, count: int) -> np.ndarray:
+    """[E, 2I, D] with gate and up rows interleaved."""
+    parts = [_expert_in(source, f"{prefix}.{e}") for e in range(count)]
+    return np.stack([p.T.reshape(2, -1, p.shape[0]).transpose(1, 0, 2).reshape(-1, p.shape[0]) for p in parts])
+
+
+class Expert(nn.Module):
+    """Weights of one routed expert: fc1 [D, 2I] (gate | up) and fc2 [I, D] times the routed scaling factor."""
+
+    def __init__(self, config: ModelConfig, prefix: str) -> None:
+        super().__init__()
+        d, i, scale = config.hidden_size, config.moe_intermediate_size, np.float32(config.routed_scaling_factor)
+        self.fc1 = Weight([d, 2 * i], lambda s: _expert_in(s, prefix))
+        self.fc2 = Weight([i, d], lambda s: s.get(f"{prefix}.w2.weight").T * scale)
+
+    def forward(self, op: Op) -> tuple[Value, Value]:
+        return self.fc1, self.fc2
 
 
 class MixtureOfExperts(nn.Module):
@@ -101,33 +113,54 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         c = self.config = config
         self.ops, self.hashed = ops, hashed
-        d, e, i = c.hidden_size, c.num_experts, c.moe_intermediate_size
-        experts, shared = f"{prefix}.experts", f"{prefix}.shared_experts"
-        self.gate = Weight([d, e], transposed(f"{prefix}.gate.weight"))
+        d, e, si = c.hidden_size, c.num_experts, c.moe_intermediate_size * c.num_shared_experts
+        shared = f"{prefix}.shared_experts"
+        self.in_widths = [e, si, si]
+        self.in_proj = Weight(
+            [d, e + 2 * si], lambda s: np.concatenate([s.get(f"{prefix}.gate.weight").T, _expert_in(s, shared)], axis=1)
+        )
+        self.shared_out = Weight([si, d], transposed(f"{shared}.w2.weight"))
         if hashed:
             self.tid2eid = Weight([c.vocab_size, c.num_experts_per_tok], tensor(f"{prefix}.gate.tid2eid"), ir.DataType.INT64)
         else:
             self.bias = Weight([e], tensor(f"{prefix}.gate.bias"))
-        self.fc1 = Weight([e, 2 * i, d], lambda s: _expert_rows(s, experts, e, "fc1", 1.0))
-        self.fc2 = Weight([e, d, i], lambda s: _expert_rows(s, experts, e, "fc2", c.routed_scaling_factor))
-        si = i * c.num_shared_experts
-        self.shared_in = Weight(
-            [d, 2 * si], lambda s: np.concatenate([s.get(f"{shared}.w1.weight"), s.get(f"{shared}.w3.weight")]).T
-        )
-        self.shared_out = Weight([si, d], transposed(f"{shared}.w2.weight"))
+        self._make_experts(f"{prefix}.experts")
+
+    def _make_experts(self, prefix: str) -> None:
+        """One weight pair per expert where the target groups tokens by expert, else all experts stacked."""
+        c = self.config
+        e, d, i, scale = c.num_experts, c.hidden_size, c.moe_intermediate_size, np.float32(c.routed_scaling_factor)
+        self.grouped = e <= self.ops.max_grouped_experts
+        if self.grouped:
+            self.experts = nn.ModuleList([Expert(c, f"{prefix}.{n}") for n in range(e)])
+        else:
+            self.fc1 = Weight([e, 2 * i, d], lambda s: _stacked_in(s, prefix, e))
+            self.fc2 = Weight([e, d, i], lambda s: np.stack([s.get(f"{prefix}.{n}.w2.weight") for n in range(e)]) * scale)
 
     def forward(self, op: Op, x: Value, token_ids: Value) -> Value:
         """x [B, N, D], token_ids [B, N] -> [B, N, D]."""
         c = self.config
-        scores = op.Sqrt(op.Softplus(op.MatMul(x, self.gate)))
+        if self.grouped:
+            rows, tokens = op.Reshape(x, i64(op, -1, c.hidden_size)), op.Reshape(token_ids, i64(op, -1))
+            ids, weights, shared = self._inputs(op, rows, tokens)
+            out = self.ops.grouped_moe(op, rows, shared, ids, weights, [e(op) for e in self.experts], c.swiglu_limit)
+            return op.Reshape(out, op.Concat(op.Shape(token_ids), i64(op, c.hidden_size), axis=0))
+        ids, weights, shared = self._inputs(op, x, token_ids)
+        routed = self.ops.moe(op, x, ids, weights, self.fc1, self.fc2, c.num_experts, c.num_experts_per_tok, c.swiglu_limit)
+        return op.Add(routed, shared)
+
+    def _inputs(self, op: Op, x: Value, token_ids: Value) -> tuple[Value, Value, Value]:
+        """x [.., D] -> expert ids and weights [.., k], shared expert [.., D]; router and shared expert read x in one product."""
+        logits, gate, up = op.Split(self.ops.linear(op, x, self.in_proj), i64(op, *self.in_widths), axis=-1, _outputs=3)
+        shared = self.ops.linear(op, self.ops.swiglu(op, gate, up, self.config.swiglu_limit), self.shared_out)
+        return *self.route(op, logits, token_ids), shared
+
+    def route(self, op: Op, logits: Value, token_ids: Value) -> tuple[Value, Value]:
+        """Router logits [.., E] -> expert ids and their weights [.., k], not yet normalised."""
+        scores = op.Sqrt(op.Softplus(logits))
         if self.hashed:
             ids = op.Gather(self.tid2eid, token_ids, axis=0)
         else:
-            _, ids = op.TopK(op.Add(scores, self.bias), i64(op, c.num_experts_per_tok), axis=-1, _outputs=2)
-        weights = op.GatherElements(scores, ids, axis=-1)
-        routed = self.ops.moe(op, x, ids, weights, self.fc1, self.fc2, c.num_experts, c.num_experts_per_tok, c.swiglu_limit)
-        return op.Add(routed, self.shared(op, x))
-
-    def shared(self, op: Op, x: Value) -> Value:
-        gate, up = op.Split(self.ops.linear(op, x, self.shared_in), num_outputs=2, axis=-1, _outputs=2)
-        return self.ops.linear(op, self.ops.swiglu(op, gate, up, self.config.swiglu_limit), self.shared_out)
+            k = i64(op, self.config.num_experts_per_tok)
+            _, ids = op.TopK(op.Add(scores, self.bias), k, axis=-1, _outputs=2)
+        return ids, op.GatherElements(scores, ids, axis=-1)

@@ -84,7 +84,7 @@ class Commit(nn.Module):
         nodes = op.Reshape(raw, op.Concat(batch, i64(op, -1, 2 * dim), axis=0))
         rows = op.Concat(old, null_row(op, flat_slots, dim), nodes, axis=1)
         tiled = op.Concat(*([table] * layers), axis=0)
-        score, kv = self.ops.pool_rows(op, rows, tiled, dim)
+        score, kv = self.ops.pool_rows(op, rows, tiled)
         new_score = op.ReduceLogSumExp(score, i64(op, 2), keepdims=0)
         new_kv = op.ReduceSum(op.Mul(op.Softmax(score, axis=2), kv), i64(op, 2), keepdims=0)
         folded = op.Concat(new_score, new_kv, axis=-1)

@@ -1,4 +1,4 @@
-"""The draft round: the MTP module over the accepted rows, then N - 1 expansion steps unrolled with in-graph top-k (spec 6).
+"""The draft round: window rows of the accepted rows, then N expansion steps of the MTP module with in-graph top-k (spec 6).
 
 One call proposes every candidate of a tree `sN_kK`: level 1 holds K tokens, each further level the K best children of each of the
 K best nodes of the level before. An MTP row belongs to an edge: (streams of node n, token of its child) at the position of n.
@@ -10,78 +10,88 @@ import numpy as np
 from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig, rope_inv_freq
-from trtllm_v4tree.network.attention import NodeRows, Visible, make_rope
+from trtllm_v4tree.network.attention import NodeRows, Rope, make_rope
 from trtllm_v4tree.network.blocks import HyperHead, RmsNorm
 from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, i64
 from trtllm_v4tree.network.target import Block, Embedding, LmHead
-from trtllm_v4tree.network.weight import Weight, transposed
+from trtllm_v4tree.network.weight import TensorSource, Weight, transposed
+
+FOLD_LIMIT = 1 << 24
+"""Up to so many elements [V, D] the token half of the drafter's input is a table, since it depends on the token alone."""
 
 
-class MtpModule(nn.Module):
-    """The module `mtp.0`: a window-only block between the shared embedding and the shared head."""
+class MtpInput(nn.Module):
+    """X[k] = h_proj(hnorm(H[k])) + e_proj(enorm(embed(t))) for every stream k: the input of the block of `mtp.0`."""
 
     def __init__(self, config: ModelConfig, ops: V4TreeOps) -> None:
         super().__init__("mtp")
-        c, d, eps = config, config.hidden_size, config.rms_norm_eps
-        self.config, self.ops = config, ops
-        self.enorm, self.hnorm = RmsNorm("mtp.0.enorm.weight", d, eps), RmsNorm("mtp.0.hnorm.weight", d, eps)
-        self.e_proj = Weight([d, d], transposed("mtp.0.e_proj.weight"))
+        c, d, self.eps, self.ops = config, config.hidden_size, config.rms_norm_eps, ops
+        self.hnorm = RmsNorm("mtp.0.hnorm.weight", d, self.eps)
         self.h_proj = Weight([d, d], transposed("mtp.0.h_proj.weight"))
-        self.block = Block(c, ops, "mtp.0", "swa", hashed=False, sparse=False)
-        self.norm = RmsNorm("mtp.0.norm.weight", d, eps)
-        self.hc_head = HyperHead(c, ops, "mtp.0.hc_head")
+        self.folded = c.vocab_size * d <= FOLD_LIMIT
+        if self.folded:
+            self.table = Weight([c.vocab_size, d], self._load_table)
+        else:
+            self.embed, self.enorm = Embedding(c), RmsNorm("mtp.0.enorm.weight", d, self.eps)
+            self.e_proj = Weight([d, d], transposed("mtp.0.e_proj.weight"))
 
-    def forward(
-        self, op: Op, streams: Value, embedded: Value, token_ids: Value, positions: Value, visible: Visible
-    ) -> tuple[Value, NodeRows]:
-        """Rows (H_i, t_{i+1}) at position i: streams [B, S, m * D], embedded [B, S, D] -> Y [B, S, m * D] and window rows."""
-        rope = make_rope(op, positions, rope_inv_freq(self.config, compressed=False))
-        return self.block(op, self._mix(op, streams, embedded), token_ids, rope, None, visible)
+    def _load_table(self, source: TensorSource) -> np.ndarray:
+        x = source.get("embed.weight").astype(np.float64)
+        x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + self.eps)
+        return (x * source.get("mtp.0.enorm.weight")) @ source.get("mtp.0.e_proj.weight").T
 
-    def _mix(self, op: Op, streams: Value, embedded: Value) -> Value:
-        """X[k] = h_proj(hnorm(H[k])) + e_proj(enorm(embed(t))) for every stream k: [B, S, m * D]."""
-        h = op.MatMul(self.hnorm(op, op.Reshape(streams, i64(op, 0, 0, self.config.hc_mult, -1))), self.h_proj)
-        e = op.MatMul(self.enorm(op, embedded), self.e_proj)
-        return op.Reshape(op.Add(h, op.Unsqueeze(e, i64(op, 2))), i64(op, 0, 0, -1))
+    def forward(self, op: Op, streams: Value, token_ids: Value) -> Value:
+        """Rows (H_i, t_{i+1}): streams [B, S, m, D], tokens [B, S] -> [B, S, m, D]."""
+        h = self.ops.linear(op, self.hnorm(op, streams), self.h_proj)
+        return op.Add(h, op.Unsqueeze(self._token(op, token_ids), i64(op, 2)))
+
+    def _token(self, op: Op, token_ids: Value) -> Value:
+        if self.folded:
+            return op.Gather(self.table, token_ids, axis=0)
+        return self.ops.linear(op, self.enorm(op, self.embed(op, token_ids)), self.e_proj)
 
 
-class _MtpHead(nn.Module):
+class MtpHead(nn.Module):
     """norm(hc_head(Y)): the vector that the shared head reads."""
 
-    def __init__(self, mtp: MtpModule) -> None:
+    def __init__(self, config: ModelConfig, ops: V4TreeOps) -> None:
         super().__init__("mtp")
-        self.hc_head, self.norm = mtp.hc_head, mtp.norm
+        self.hc_head = HyperHead(config, ops, "mtp.0.hc_head")
+        self.norm = RmsNorm("mtp.0.norm.weight", config.hidden_size, config.rms_norm_eps)
 
     def forward(self, op: Op, streams: Value) -> Value:
         return self.norm(op, self.hc_head(op, streams))
 
 
 class DraftRound(nn.Module):
-    """Catch-up over accepted rows and `steps` levels of at most `topk` frontier nodes; `steps` 0 only catches up."""
+    """Catch-up over accepted rows and `steps` levels of at most `topk` frontier nodes; `steps` 0 only catches up.
+
+    Catching up needs the window rows alone; what else the block computes of them is not used, and the tracer drops it.
+    """
 
     def __init__(self, config: ModelConfig, ops: V4TreeOps, steps: int, topk: int) -> None:
         super().__init__("")
         self.config, self.ops, self.steps, self.topk = config, ops, steps, topk
-        self.embed = Embedding(config)
-        self.mtp = MtpModule(config, ops)
-        self.head_in = _MtpHead(self.mtp)
+        self.mtp_in = MtpInput(config, ops)
+        self.block = Block(config, ops, "mtp.0", "swa", hashed=False, sparse=False)
+        self.head_in = MtpHead(config, ops)
         self.head = LmHead(config, ops)
 
     def forward(self, op: Op, feeds: dict[str, Value]) -> dict[str, Value]:
         """feeds: the inputs of the contract `draft_round`; returns its outputs by name."""
         streams = op.Gather(feeds["streams"], feeds["stream_rows"], axis=0)
+        streams = op.Reshape(streams, i64(op, 0, 0, self.config.hc_mult, -1))
         window = op.Gather(feeds["mtp_window_kv"], feeds["mtp_window_rows"], axis=0)
 
         def visible(op: Op, rows: NodeRows) -> tuple[Value, Value]:
             return op.Concat(window, rows.kv, axis=1), feeds["catchup_mask"]
 
-        tokens = feeds["next_tokens"]
-        y, rows = self.mtp(op, streams, self.embed(op, tokens), tokens, feeds["positions"], visible)
+        x = self.mtp_in(op, streams, feeds["next_tokens"])
+        rope = make_rope(op, feeds["positions"], rope_inv_freq(self.config, compressed=False))
+        _, rows = self.block(op, x, feeds["next_tokens"], rope, None, visible)
         outputs = {"mtp_scratch": rows.kv}
         if self.steps:
-            last = op.GatherND(y, op.Unsqueeze(feeds["last_row"], i64(op, -1)), batch_dims=1)
-            keys = op.Concat(window, rows.kv, axis=1)
-            outputs.update(_Expansion(op, self, feeds, keys).run(last))
+            outputs.update(_Expansion(op, self, feeds, op.Concat(window, rows.kv, axis=1)).run(x))
         return outputs
 
 
@@ -93,82 +103,103 @@ class _Expansion:
         self.tokens: list[Value] = []
         self.parents: list[Value] = []
         self.scores: list[Value] = []
+        self.zero = op.Sub(feeds["root_position"], feeds["root_position"])
+        self.ropes = self._make_ropes()
+        self.base_masks = self._split(feeds["level_mask"], [1] * (model.steps - 1)) if model.steps > 1 else []
+        self.own = self._own_mask() if model.steps > 1 else None
 
-    def run(self, last: Value) -> dict[str, Value]:
-        """last [B, 1, m * D]: Y of the newest accepted row."""
+    def _make_ropes(self) -> list[Rope]:
+        """Rotations of every level: the newest accepted row, then `topk` rows at each further position."""
+        op, k, steps = self.op, self.model.topk, self.model.steps
+        offsets = np.repeat(np.arange(-1, steps - 1), [1] + [k] * (steps - 1)).reshape(1, -1)
+        positions = op.Add(self.feeds["root_position"], const(op, offsets.astype(np.int64)))
+        rope = make_rope(op, positions, rope_inv_freq(self.model.config, compressed=False))
+        parts = [self._split(table, [1] + [k] * (steps - 1)) for table in (rope.cos, rope.sin, rope.neg_sin)]
+        return [Rope(*level) for level in zip(*parts, strict=True)]
+
+    def _own_mask(self) -> Value:
+        """What frontier rows see of each other, themselves: [B, K, K]."""
         op, k = self.op, self.model.topk
-        log_probs, tokens = self._propose(last)
-        cumulative = op.Squeeze(log_probs, i64(op, 1))
-        self._keep(op.Squeeze(tokens, i64(op, 1)), const(op, np.full((1, k), -1, np.int64)), cumulative)
-        frontier = const(op, np.arange(k, dtype=np.int64).reshape(1, k))
-        streams = op.Concat(*([last] * k), axis=1)
-        ancestors: Value | None = None
+        eye = np.where(np.eye(k, dtype=bool), 0, -np.inf).astype(np.float32).reshape(1, k, k)
+        return op.Add(const(op, eye), op.Cast(op.Unsqueeze(self.zero, i64(op, -1)), to=1))
+
+    def _split(self, value: Value, widths: list[int]) -> list[Value]:
+        """Pieces along axis 1."""
+        if len(widths) == 1:
+            return [value]
+        return list(self.op.Split(value, i64(self.op, *widths), axis=1, _outputs=len(widths)))
+
+    def run(self, x: Value) -> dict[str, Value]:
+        """x [B, S, m, D]: block inputs of the accepted rows; the newest one proposes the first level."""
+        op, k = self.op, self.model.topk
+        streams = self._first(x)
+        cumulative, tokens = (op.Squeeze(v, i64(op, 1)) for v in self._propose(streams))
+        self._keep(tokens, op.Add(self.zero, const(op, np.full((1, k), -1, np.int64))), cumulative)
+        frontier = op.Add(self.zero, const(op, np.arange(k, dtype=np.int64).reshape(1, k)))
+        streams = op.Concat(*([streams] * k), axis=1) if k > 1 else streams
+        ancestors = self.own
         for level in range(2, self.model.steps + 1):
-            streams, ancestors = self._expand(level, streams, ancestors, frontier)
-            log_probs, tokens = self._propose(streams)
-            flat_scores = op.Reshape(op.Add(log_probs, op.Unsqueeze(cumulative, i64(op, -1))), i64(op, 0, -1))
-            flat_tokens = op.Reshape(tokens, i64(op, 0, -1))
-            first = k + (level - 2) * k * k
-            parents = self._parents(first, level, frontier)
-            self._keep(flat_tokens, parents, flat_scores)
+            streams = self._expand(level, streams, tokens, ancestors)
+            log_probs, proposed = self._propose(streams)
+            scores = op.Reshape(op.Add(log_probs, op.Unsqueeze(cumulative, i64(op, -1))), i64(op, 0, -1))
+            proposed = op.Reshape(proposed, i64(op, 0, -1))
+            self._keep(proposed, op.Gather(frontier, const(op, np.repeat(np.arange(k), k)), axis=1), scores)
             if level == self.model.steps:
                 break
-            cumulative, best = op.TopK(flat_scores, i64(op, k), axis=-1, _outputs=2)
-            source = op.Div(best, i64(op, k))
-            streams = self._take(streams, source)
-            ancestors = self._take(ancestors, source)
-            self.frontier_tokens = op.GatherElements(flat_tokens, best, axis=1)
-            frontier = op.Add(best, i64(op, first))
+            first = k + (level - 2) * k * k
+            cumulative, tokens, frontier, source = self._select(scores, proposed, first)
+            if k > 1:
+                streams, ancestors = self._take(streams, source), self._take(ancestors, source)
+            ancestors = op.Concat(ancestors, self.own, axis=2)
         return self._outputs()
 
     def _keep(self, tokens: Value, parents: Value, scores: Value) -> None:
         self.tokens.append(tokens)
         self.parents.append(parents)
         self.scores.append(scores)
-        if len(self.tokens) == 1:
-            self.frontier_tokens = tokens
 
-    def _parents(self, first: int, level: int, frontier: Value) -> Value:
-        """Candidate index of the parent of each of the K * K candidates of a level: [B or 1, K * K]."""
+    def _select(self, scores: Value, proposed: Value, first: int) -> tuple[Value, Value, Value, Value]:
+        """The next frontier of the candidates [B, K * K]: scores, tokens, candidate ids and rows of their parents, [B, K] each."""
         op, k = self.op, self.model.topk
-        spread = op.Unsqueeze(frontier, i64(op, -1))
-        return op.Reshape(op.Concat(*([spread] * k), axis=-1), i64(op, 0, -1))
+        if k == 1:
+            return scores, proposed, op.Add(self.zero, i64(op, first)), self.zero
+        cumulative, best = op.TopK(scores, i64(op, k), axis=-1, _outputs=2)
+        tokens = op.GatherElements(proposed, best, axis=1)
+        return cumulative, tokens, op.Add(best, i64(op, first)), op.Div(best, i64(op, k))
 
-    def _take(self, rows: Value, index: Value) -> Value:
+    def _take(self, rows: Value | None, index: Value) -> Value:
+        """rows [B, S, ..], index [B, K] -> [B, K, ..]."""
         return self.op.GatherND(rows, self.op.Unsqueeze(index, i64(self.op, -1)), batch_dims=1)
 
     def _propose(self, streams: Value) -> tuple[Value, Value]:
-        """Top-k log-probabilities and tokens of every row: streams [B, F, m * D] -> [B, F, K] each."""
+        """Top-k log-probabilities and tokens of every row: streams [B, F, m, D] -> [B, F, K] each."""
         op, model = self.op, self.model
         logits = model.head(op, model.head_in(op, streams))
-        best, tokens = op.TopK(logits, i64(op, model.topk), axis=-1, _outputs=2)
-        return op.Sub(best, op.ReduceLogSumExp(logits, i64(op, -1), keepdims=1)), tokens
+        log_probs, tokens = op.TopK(op.LogSoftmax(logits, axis=-1), i64(op, model.topk), axis=-1, _outputs=2)
+        return log_probs, tokens
 
-    def _expand(self, level: int, streams: Value, ancestors: Value | None, frontier: Value) -> tuple[Value, Value]:
+    def _first(self, x: Value) -> Value:
+        """Y [B, 1, m, D] of the newest accepted row; it sees the window and the accepted rows."""
+        op, last = self.op, self.feeds["last_row"]
+        mask = self._take(self.feeds["catchup_mask"], last)
+        token = op.GatherElements(self.feeds["next_tokens"], last, axis=1)
+        y, _ = self.model.block(op, self._take(x, last), token, self.ropes[0], None, lambda op, rows: (self.keys, mask))
+        return y
+
+    def _expand(self, level: int, streams: Value, tokens: Value, ancestors: Value | None) -> Value:
         """One MTP row per frontier node; it sees the window, the accepted rows, and the rows of its own ancestors and itself."""
         op, model, k = self.op, self.model, self.model.topk
-        own = const(op, np.where(np.eye(k, dtype=bool), 0, -np.inf).astype(np.float32).reshape(1, k, k))
-        own = op.Expand(own, op.Concat(op.Shape(streams, start=0, end=1), i64(op, k, k), axis=0))
-        ancestors = own if ancestors is None else op.Concat(ancestors, own, axis=2)
-        base = op.Slice(self.feeds["level_mask"], i64(op, level - 2), i64(op, level - 1), i64(op, 1))
-        width = op.Concat(op.Shape(base, start=0, end=1), i64(op, k), op.Shape(base, start=2), axis=0)
-        mask = op.Concat(op.Expand(base, width), ancestors, axis=2)
+        base = self.base_masks[level - 2]
+        mask = op.Concat(op.Concat(*([base] * k), axis=1) if k > 1 else base, ancestors, axis=2)
 
         def visible(op: Op, rows: NodeRows) -> tuple[Value, Value]:
             self.keys = op.Concat(self.keys, rows.kv, axis=1)
             return self.keys, mask
 
-        tokens = self.frontier_tokens
-        ones = op.Expand(i64(op, 1), op.Shape(tokens))
-        positions = op.Mul(ones, op.Add(self.feeds["root_position"], i64(op, level - 2)))
-        y, _ = model.mtp(op, streams, model.embed(op, tokens), tokens, positions, visible)
-        return y, ancestors
+        x = model.mtp_in(op, streams, tokens)
+        y, _ = model.block(op, x, tokens, self.ropes[level - 1], None, visible)
+        return y
 
     def _outputs(self) -> dict[str, Value]:
-        op = self.op
-        parents = [op.Expand(p, op.Shape(t)) for p, t in zip(self.parents, self.tokens, strict=True)]
-        return {
-            "draft_tokens": op.Concat(*self.tokens, axis=1),
-            "draft_parents": op.Concat(*parents, axis=1),
-            "draft_scores": op.Concat(*self.scores, axis=1),
-        }
+        named = {"draft_tokens": self.tokens, "draft_parents": self.parents, "draft_scores": self.scores}
+        return {name: self.op.Concat(*values, axis=1) if len(values) > 1 else values[0] for name, values in named.items()}

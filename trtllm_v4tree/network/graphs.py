@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript._internal import builder as _builder
 
 from trtllm_v4tree import contract
@@ -21,7 +22,7 @@ _IR_VERSION = 10
 
 
 def trace(spec: GraphContract, forward: Callable[[Op, dict[str, Value]], dict[str, Value]]) -> ir.Model:
-    """Runs `forward` on the inputs of `spec` and declares its outputs in order."""
+    """Runs `forward` on the inputs of `spec`, declares its outputs in order and drops what none of them needs."""
     graph = ir.Graph([], [], nodes=[], name=spec.name, opset_imports={"": OPSET})
     builder = _builder.GraphBuilder(graph)
     feeds = {t.name: builder.input(t.name, _DTYPES[t.dtype], list(t.shape)) for t in spec.inputs}
@@ -33,6 +34,7 @@ def trace(spec: GraphContract, forward: Callable[[Op, dict[str, Value]], dict[st
     for function in builder.functions.values():
         graph.opset_imports.setdefault(function.domain, 1)
     model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="trtllm_v4tree", functions=list(builder.functions.values()))
+    RemoveUnusedNodesPass()(model)
     return model
 
 

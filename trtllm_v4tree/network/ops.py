@@ -7,6 +7,7 @@ Shapes: B sequences, N tree nodes, H heads, d head dim, K keys, m streams, D hid
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -21,8 +22,12 @@ Value = ir.Value
 
 
 def const(op: Op, array: np.ndarray) -> Value:
-    """A small constant tensor as an initializer."""
-    return op.builder.initializer(ir.tensor(np.ascontiguousarray(array)), name=f"const_{len(op.builder.graph.initializers)}")
+    """A small constant tensor as an initializer, one per content: equal nodes then stay equal, and a target merges them."""
+    data = np.ascontiguousarray(array).reshape(array.shape)
+    digest = hashlib.sha1(data.tobytes(), usedforsecurity=False).hexdigest()[:12]
+    name = "_".join(["const", data.dtype.name, *map(str, data.shape), digest])
+    known = op.builder.root.graph.initializers
+    return known[name] if name in known else op.builder.initializer(ir.tensor(data), name=name, qualify=False)
 
 
 def i64(op: Op, *values: int) -> Value:
@@ -35,6 +40,9 @@ def f32(op: Op, value: float) -> Value:
 
 class V4TreeOps:
     """Reference bodies in standard ONNX operators (opset 23)."""
+
+    max_grouped_experts = 0
+    """Up to so many experts `grouped_moe` takes the place of `moe`."""
 
     def linear(self, op: Op, x: Value, weight: Value) -> Value:
         """x [..., I] times weight [I, O]."""
@@ -54,26 +62,26 @@ class V4TreeOps:
             c = op.Div(c, op.Add(op.ReduceSum(c, cols, keepdims=1), e))
         return c
 
-    def stream_pre_mix(self, op: Op, streams: Value, pre: Value, num_streams: int) -> Value:
-        """sum_j pre[j] X[j]: streams [B, N, m * D], pre [B, N, m] -> [B, N, D]."""
-        x = op.Reshape(streams, i64(op, 0, 0, num_streams, -1))
-        return op.ReduceSum(op.Mul(x, op.Unsqueeze(pre, i64(op, -1))), i64(op, 2), keepdims=0)
+    def stream_pre_mix(self, op: Op, streams: Value, pre: Value) -> Value:
+        """sum_j pre[j] X[j]: streams [B, N, m, D], pre [B, N, 1, m] -> [B, N, D]."""
+        return op.Squeeze(op.MatMul(pre, streams), i64(op, 2))
 
-    def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value, num_streams: int) -> Value:
-        """X'[k] = post[k] out + sum_j C[j, k] X[j]: streams [B, N, m * D], comb [B, N, m, m] -> [B, N, m * D]."""
-        x = op.Reshape(streams, i64(op, 0, 0, num_streams, -1))
-        mixed = op.MatMul(op.Transpose(comb, perm=[0, 1, 3, 2]), x)
-        added = op.Mul(op.Unsqueeze(post, i64(op, -1)), op.Unsqueeze(out, i64(op, 2)))
-        return op.Reshape(op.Add(mixed, added), i64(op, 0, 0, -1))
+    def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value) -> Value:
+        """X'[k] = post[k] out + sum_j C[j, k] X[j], as one product of the rows of (X, out) with the columns of (C, post).
+
+        streams [B, N, m, D], out [B, N, D], post [B, N, 1, m], comb [B, N, m, m] -> [B, N, m, D].
+        """
+        rows = op.Concat(streams, op.Unsqueeze(out, i64(op, 2)), axis=2)
+        mix = op.Transpose(op.Concat(comb, post, axis=2), perm=[0, 1, 3, 2])
+        return op.MatMul(mix, rows)
 
     def moe(
         self, op: Op, x: Value, expert_ids: Value, weights: Value, fc1: Value, fc2: Value, num_experts: int, topk: int, limit: float
     ) -> Value:
         """Routed experts (spec 5.2), dense in E: x [B, N, D], ids and weights [B, N, k], fc1 [E, 2I, D] (gate and up rows
         interleaved), fc2 [E, D, I] -> sum_e w_e W2 (silu(min(g, limit)) * clip(u, limit)), weights normalised over k."""
-        total = op.ReduceSum(weights, i64(op, -1), keepdims=1)
         onehot = op.OneHot(expert_ids, i64(op, num_experts), const(op, np.array([0, 1], np.float32)), axis=-1)
-        share = op.ReduceSum(op.Mul(onehot, op.Unsqueeze(op.Div(weights, total), i64(op, -1))), i64(op, 2), keepdims=0)
+        share = op.ReduceSum(op.Mul(onehot, op.Unsqueeze(self.shares(op, weights), i64(op, -1))), i64(op, 2), keepdims=0)
         hidden = op.MatMul(op.Unsqueeze(x, i64(op, 1)), op.Transpose(fc1, perm=[0, 2, 1]))
         pairs = op.Reshape(hidden, i64(op, 0, 0, 0, -1, 2))
         gate, up = op.Split(pairs, num_outputs=2, axis=-1, _outputs=2)
@@ -81,18 +89,45 @@ class V4TreeOps:
         act = op.Mul(act, op.Unsqueeze(op.Transpose(share, perm=[0, 2, 1]), i64(op, -1)))
         return op.ReduceSum(op.MatMul(act, op.Transpose(fc2, perm=[0, 2, 1])), i64(op, 1), keepdims=0)
 
+    def grouped_moe(
+        self, op: Op, x: Value, base: Value, expert_ids: Value, weights: Value, experts: Sequence[tuple[Value, Value]], limit: float
+    ) -> Value:
+        """The sum of `moe` added to `base`, as one product per expert over its tokens: T tokens in rows, x and base [T, D],
+        ids and weights [T, k], experts (fc1 [D, 2I] with gate columns first, fc2 [I, D]) -> [T, D].
+
+        Tokens are sorted by expert; an expert without tokens multiplies zero rows.
+        """
+        flat_ids = op.Reshape(expert_ids, i64(op, -1))
+        _, order = op.TopK(flat_ids, op.Shape(flat_ids), largest=0, axis=0, _outputs=2)
+        onehot = op.OneHot(flat_ids, i64(op, len(experts)), i64(op, 0, 1), axis=0)
+        counts = op.ReduceSum(onehot, i64(op, 1), keepdims=0)
+        token = op.Div(order, op.Shape(expert_ids, start=1))
+        hidden = self._per_expert(op, op.Gather(x, token, axis=0), counts, [fc1 for fc1, _ in experts])
+        gate, up = op.Split(hidden, num_outputs=2, axis=-1, _outputs=2)
+        out = self._per_expert(op, self.swiglu(op, gate, up, limit), counts, [fc2 for _, fc2 in experts])
+        share = op.Reshape(self.shares(op, weights), i64(op, -1, 1))
+        out = op.Mul(out, op.Gather(share, order, axis=0))
+        return op.ScatterND(base, op.Unsqueeze(token, i64(op, -1)), out, reduction="add")
+
+    def shares(self, op: Op, weights: Value) -> Value:
+        """Positive weights [.., k] over their sum."""
+        return op.Div(weights, op.ReduceSum(weights, i64(op, -1), keepdims=1))
+
+    def _per_expert(self, op: Op, rows: Value, counts: Value, weights: Sequence[Value]) -> Value:
+        """rows [P, I] sorted by expert, counts [E] -> [P, O], expert e's rows times weights[e] [I, O]."""
+        parts = op.Split(rows, counts, axis=0, _outputs=len(weights))
+        return op.Concat(*[op.MatMul(part, weight) for part, weight in zip(parts, weights, strict=True)], axis=0)
+
     def swiglu(self, op: Op, gate: Value, up: Value, limit: float) -> Value:
         """silu(min(gate, limit)) * clip(up, -limit, limit)."""
         if math.isfinite(limit):
             gate, up = op.Min(gate, f32(op, limit)), op.Clip(up, f32(op, -limit), f32(op, limit))
         return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
 
-    def pool_rows(self, op: Op, rows: Value, table: Value, dim: int) -> tuple[Value, Value]:
+    def pool_rows(self, op: Op, rows: Value, table: Value) -> tuple[Value, Value]:
         """Gathers pseudo-rows: rows [B, R, 2 dim] (score | kv), table [B, M, S] -> score and kv, each [B, M, S, dim]."""
-        flat = op.Unsqueeze(op.Reshape(table, i64(op, 0, -1)), i64(op, -1))
-        picked = op.GatherND(rows, flat, batch_dims=1)
-        shape = op.Concat(op.Shape(table), i64(op, 2 * dim), axis=0)
-        score, kv = op.Split(op.Reshape(picked, shape), num_outputs=2, axis=-1, _outputs=2)
+        picked = op.GatherND(rows, op.Unsqueeze(table, i64(op, -1)), batch_dims=1)
+        score, kv = op.Split(picked, num_outputs=2, axis=-1, _outputs=2)
         return score, kv
 
     def tree_pool(self, op: Op, rows: Value, table: Value, norm: Value, cos: Value, sin: Value, dim: int, rope_dim: int, eps: float) -> Value:
@@ -100,7 +135,7 @@ class V4TreeOps:
 
         rows [B, R, 2 dim]: committed pseudo-rows and node rows; table [B, M, S]; cos and sin [B, M, rope_dim / 2] -> [B, M, dim].
         """
-        score, kv = self.pool_rows(op, rows, table, dim)
+        score, kv = self.pool_rows(op, rows, table)
         pooled = op.ReduceSum(op.Mul(op.Softmax(score, axis=2), kv), i64(op, 2), keepdims=0)
         return self.rope(op, op.RMSNormalization(pooled, norm, axis=-1, epsilon=eps), cos, sin, 1, rope_dim)
 
@@ -113,7 +148,8 @@ class V4TreeOps:
         """
         di_query = op.Reshape(query, op.Concat(i64(op, 0, -1), op.Shape(keys, start=2), axis=0))
         score = op.Relu(self.scores(op, di_query, keys, 1.0))
-        score = op.Reshape(score, op.Concat(op.Shape(weights), op.Shape(keys, start=1, end=2), axis=0))
+        shape = op.Concat(op.Shape(weights), op.Shape(keys, start=1, end=2), axis=0)
+        score = op.Reshape(score, shape, allowzero=1)
         total = op.ReduceSum(op.Mul(score, op.Unsqueeze(weights, i64(op, -1))), i64(op, 2), keepdims=0)
         visible = op.Add(total, mask)
         k = op.Min(i64(op, topk), op.Shape(visible, start=2))
@@ -127,20 +163,21 @@ class V4TreeOps:
         s = op.MatMul(q, op.Transpose(keys, perm=[0, 2, 1]))
         return s if scale == 1.0 else op.Mul(s, f32(op, scale))
 
-    def tree_attention(self, op: Op, q: Value, keys: Value, mask: Value, sink: Value, num_heads: int, scale: float) -> Value:
+    def tree_attention(
+        self, op: Op, q: Value, keys: Value, mask: Value, sink: Value, num_heads: int, head_dim: int, scale: float
+    ) -> Value:
         """Shared-KV attention of tree nodes with a sink in the denominator (spec 4).
 
         q [B, N, H * d]; keys = values [B, K, d], key 0 is the zero row that carries the sink; mask [B, N, K] additive;
-        sink [1, 1, H, 1]. Returns [B, N, H * d], not yet rotated back.
+        sink [1, 1, H, 1]. Returns [B, N, H * d], not yet rotated back. Shapes come from `mask`, which layers of a kind share.
         """
-        width = op.Shape(keys, start=1, end=2)
-        dim = op.Shape(keys, start=2)
-        s = self.scores(op, op.Reshape(q, op.Concat(i64(op, 0, -1), dim, axis=0)), keys, scale)
-        s = op.Reshape(s, op.Concat(i64(op, 0, -1, num_heads), width, axis=0))
+        width = op.Shape(mask, start=2)
         first = op.OneHot(i64(op, 0), width, const(op, np.array([0, 1], np.float32)), axis=-1)
+        s = self.scores(op, op.Reshape(q, i64(op, 0, -1, head_dim)), keys, scale)
+        s = op.Reshape(s, op.Concat(i64(op, 0, -1, num_heads), width, axis=0))
         s = op.Add(op.Add(s, op.Unsqueeze(mask, i64(op, 2))), op.Mul(sink, first))
         p = op.Reshape(op.Softmax(s, axis=-1), op.Concat(i64(op, 0, -1), width, axis=0))
-        return op.Reshape(op.MatMul(p, keys), op.Concat(i64(op, 0, -1), op.Mul(dim, i64(op, num_heads)), axis=0))
+        return op.Reshape(op.MatMul(p, keys), i64(op, 0, -1, num_heads * head_dim))
 
 
 _FUNCTIONS = ("sinkhorn", "stream_pre_mix", "stream_post_mix", "moe", "tree_pool", "tree_index_select", "tree_attention")

@@ -24,7 +24,6 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         c, self.ops = config, ops
-        self.streams = c.hc_mult
         self.hc_attn = HyperConnection(c, ops, f"{prefix}.hc_attn")
         self.attn_norm = RmsNorm(f"{prefix}.attn_norm.weight", c.hidden_size, c.rms_norm_eps)
         self.attn = Attention(c, ops, f"{prefix}.attn", kind, sparse)
@@ -35,13 +34,13 @@ class Block(nn.Module):
     def forward(
         self, op: Op, streams: Value, token_ids: Value, rope: Rope, phase: Value | None, visible: Visible
     ) -> tuple[Value, NodeRows]:
-        """streams [B, N, m * D] -> streams and the rows of the nodes."""
+        """streams [B, N, m, D] -> streams and the rows of the nodes."""
         u, post, comb = self.hc_attn(op, streams)
         out, rows = self.attn(op, self.attn_norm(op, u), rope, phase, visible)
-        streams = self.ops.stream_post_mix(op, streams, out, post, comb, self.streams)
+        streams = self.ops.stream_post_mix(op, streams, out, post, comb)
         u, post, comb = self.hc_ffn(op, streams)
         out = self.ffn(op, self.ffn_norm(op, u), token_ids)
-        return self.ops.stream_post_mix(op, streams, out, post, comb, self.streams), rows
+        return self.ops.stream_post_mix(op, streams, out, post, comb), rows
 
 
 class Embedding(nn.Module):
@@ -106,13 +105,14 @@ class TargetStep(nn.Module):
         """feeds: the inputs of the contract `target_step`; returns its outputs by name."""
         run = _TargetPass(op, self, feeds)
         tokens = feeds["token_ids"]
-        embedded = self.embed(op, tokens)
-        streams = op.Concat(*([embedded] * self.config.hc_mult), axis=-1)
+        embedded = op.Unsqueeze(self.embed(op, tokens), i64(op, 2))
+        streams = op.Concat(*([embedded] * self.config.hc_mult), axis=2)
         for i in range(self.config.num_layers):
             streams = run.layer(i, streams)
         picked = op.GatherND(streams, op.Unsqueeze(feeds["logit_nodes"], i64(op, -1)), batch_dims=1)
         hidden = self.norm(op, self.hc_head(op, picked))
-        return {"logits": self.head(op, hidden), "streams_scratch": streams, **run.scratch()}
+        flat = op.Reshape(streams, i64(op, 0, 0, -1))
+        return {"logits": self.head(op, hidden), "streams_scratch": flat, **run.scratch()}
 
 
 class _TargetPass:
@@ -144,7 +144,9 @@ class _TargetPass:
         return streams
 
     def _visible(self, kind: str, index: int) -> Visible:
-        attention: Attention = self.model.layers[index].attn
+        block = self.model.layers[index]
+        assert isinstance(block, Block)
+        attention = block.attn
         window = self.window_tables[index]
 
         def visible(op: Op, rows: NodeRows) -> tuple[Value, Value]:
@@ -194,7 +196,8 @@ class _KindPass:
         keys = self._keys(self.kind, rows.raw, attention.compressor.norm, c.head_dim, self.null, layer)
         if not self.index:
             return keys, self.mask
-        assert attention.index_compressor is not None and rows.index_raw is not None and self.index_null is not None
+        assert attention.index_compressor is not None and self.index_null is not None
+        assert rows.index_raw is not None and rows.index_query is not None and rows.index_weights is not None
         index_keys = self._keys("idx", rows.index_raw, attention.index_compressor.norm, c.index_head_dim, self.index_null, layer)
         mask = self.model.ops.tree_index_select(
             self.op, rows.index_query, rows.index_weights, index_keys, self.feeds["csa_mask"], c.index_n_heads, c.index_topk

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,6 +111,7 @@ class Engine:
         self.set_speculation(speculation)
         self.pools = Pools(self.sizes)
         self.clock = PhaseClock()
+        self.observer: Callable[[Tree, Walk], None] | None = None
         self._slots = _Slots(self.sizes)
         self._queue: deque[Request] = deque()
         self._active: list[Request] = []
@@ -288,6 +289,8 @@ class Engine:
         result = self.executor.target(step.feeds)
         self.clock.mark("verify")
         visited = self._accept(batch, step, result)
+        if self.observer is not None:
+            self.observer(step.tree, visited)
         if self.policy is not None and proposal.candidates is not None and proposal.kept is not None:
             self.policy.observe(proposal.candidates, proposal.kept, visited)
         deltas, counts = self._finish(batch, visited, result)

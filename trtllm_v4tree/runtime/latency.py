@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import EngineFormatError
-from trtllm_v4tree.runtime.executor import Executor
+from trtllm_v4tree.runtime.executor import Executor, OnnxRuntimeExecutor
 from trtllm_v4tree.runtime.tables import Sequences, Tree, commit_tables, draft_tables, step_tables
 from trtllm_v4tree.runtime.tree import chain
 
-LATENCY_FILE = "latency.json"
-_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_BATCHES = (1, 4, 16, 64)
+_NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 _CONTEXT = 200
 
 
@@ -97,6 +97,11 @@ def measure(
             executor.prepare_draft(steps, topk)
             table.draft[steps, topk, batch] = _median_ms(_draft_call(executor, batch, steps, topk), repeats)
     return table
+
+
+def measure_engine(directory: Path, manifest: Manifest, report: Callable[[str, float], None]) -> str:
+    """The table of an engine directory as JSON."""
+    return measure(OnnxRuntimeExecutor(directory, manifest), manifest.draft_shapes, report).to_json()
 
 
 def _median_ms(call: Callable[[], object], repeats: int) -> float:

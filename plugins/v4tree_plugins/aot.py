@@ -1,0 +1,200 @@
+"""Ahead-of-time compilation of the kernels: a launch variant of a kernel in, PTX, cubin and ptxas figures out. Needs no GPU.
+
+`python -m v4tree_plugins.aot` prints the table of every kernel, dtype and compute capability.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from v4tree_plugins.commit import fold_kernel, scatter_rows_kernel
+from v4tree_plugins.tree_attention import combine_kernel, tree_attention_kernel
+from v4tree_plugins.tree_index_score import tree_index_score_kernel
+from v4tree_plugins.tree_pool import tree_pool_kernel
+
+CAPABILITIES = (80, 90, 100, 120)
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Most shared memory of one block in bytes (CUDA programming guide, maximum per thread block)."""
+DTYPES = ("fp32", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with fixed types and sizes: `signature` maps arguments to Triton types, `constants` the constexpr ones."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass
+class Compiled:
+    """What came out of the compiler for one compute capability. Bytes; registers per thread."""
+
+    variant: str
+    capability: int
+    num_warps: int
+    shared: int
+    registers: int
+    spill_bytes: int
+    entry: str
+    ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= SHARED_LIMIT[self.capability]
+
+    def figures(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if k not in ("ptx", "cubin")} | {"fits": self.fits}
+
+
+def compile_variant(variant: Variant, capability: int) -> Compiled:
+    """Compiles for `sm_<capability>`; raises what Triton or ptxas raises."""
+    order = variant.kernel.arg_names
+    signature = {name: variant.signature.get(name, "constexpr") for name in order}
+    aligned = {(order.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, spills = ptxas_figures(built.asm["ptx"])
+    meta = built.metadata
+    return Compiled(
+        variant.name, capability, meta.num_warps, meta.shared, registers, spills, meta.name, built.asm["ptx"], built.asm["cubin"]
+    )
+
+
+def ptxas_figures(ptx: str) -> tuple[int, int]:
+    """(registers per thread, bytes of spill stores and loads) that `ptxas -v` reports."""
+    binary = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    match = re.search(r"\.target (sm_\w+)", ptx)
+    assert match is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [binary, "-v", f"--gpu-name={match[1]}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
+    return registers, spills
+
+
+def pool_variant(dtype: str, dim: int, states: int, block: int = 8) -> Variant:
+    """Tree pool for CSA (3 states) or HCA (1): fp32 states, raw rows and entries of `dtype`."""
+    signature = {"state": "*fp32", "slots": "*i64", "raw": f"*{dtype}", "table": "*i64", "norm": f"*{dtype}"}
+    signature |= {"cos": "*fp32", "sin": "*fp32", "num_entries": "i32", "raw_rows": "i32", "S": "i32", "out": f"*{dtype}"}
+    constants = {"DIM": dim, "ROPE": 64, "STATES": states, "BLOCK": block, "EPS": 1e-6}
+    return Variant(f"tree_pool_{'csa' if states == 3 else 'hca'}_{dim}_{dtype}", tree_pool_kernel, signature, constants)
+
+
+def score_variant(dtype: str, block: int = 64) -> Variant:
+    """Indexer scores of 64 heads of 128."""
+    signature = {"query": f"*{dtype}", "weights": f"*{dtype}", "entries": f"*{dtype}", "rows": "*i64", "branch": f"*{dtype}"}
+    signature |= {"mask": "*fp32", "nodes": "i32", "num_rows": "i32", "num_branch": "i32", "out": "*fp32"}
+    constants = {"DIM": 128, "HEADS": 64, "GROUP": 8, "BLOCK": block, "PRECISION": "tf32x3"}
+    return Variant(f"tree_index_score_{dtype}", tree_index_score_kernel, signature, constants)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of an attention launch."""
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def attention_tiles(dtype: str, capability: int) -> tuple[Tile, ...]:
+    """Tiles that fit, the first one the default."""
+    if dtype == "fp32":
+        return (Tile(16, 16, 8, 1),)
+    if capability == 120:
+        return (Tile(32, 16, 8, 1), Tile(16, 32, 4, 1))
+    return (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2))
+
+
+def attention_variant(dtype: str, heads: int, tile: Tile, splits: int) -> Variant:
+    """Tree attention of `heads` heads of 512; splits 1 finishes in the kernel."""
+    pool = dict.fromkeys(("q", "window", "nodes", "entries", "branch"), f"*{dtype}")
+    tables = dict.fromkeys(("window_rows", "entry_rows"), "*i64")
+    floats = dict.fromkeys(("node_mask", "entry_mask", "sink", "cos", "sin", "out_max", "out_sum"), "*fp32")
+    counts = dict.fromkeys(("num_nodes", "num_window", "num_entries", "num_branch", "entry_stride"), "i32")
+    signature = pool | tables | floats | counts | {"scale": "fp32", "out": "*fp32" if splits > 1 else f"*{dtype}"}
+    constants = {"HEADS": heads, "DIM": 512, "ROPE": 64, "SPLITS": splits, "PRECISION": "tf32x3"}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "CHUNK": 32 if dtype == "fp32" else 512}
+    name = f"tree_attention_h{heads}_s{splits}_{dtype}"
+    return Variant(name, tree_attention_kernel, signature, constants, tile.num_warps, tile.num_stages)
+
+
+def combine_variant(dtype: str, heads: int, splits: int = 16) -> Variant:
+    signature = dict.fromkeys(("partial", "part_max", "part_sum", "sink", "cos", "sin"), "*fp32")
+    signature |= {"num_nodes": "i32", "out": f"*{dtype}"}
+    constants = {"HEADS": heads, "DIM": 512, "ROPE": 64, "SPLITS": splits, "BLOCK_M": 4}
+    return Variant(f"combine_h{heads}_s{splits}_{dtype}", combine_kernel, signature, constants)
+
+
+def commit_variants(dtype: str) -> list[Variant]:
+    """Row scatter and the folds of both ratios."""
+    rows = {"scratch": f"*{dtype}", "source": "*i64", "pool": f"*{dtype}", "target": "*i64"}
+    rows |= dict.fromkeys(("scratch_rows", "pool_rows_per_layer", "width"), "i32")
+    out = [Variant(f"scatter_rows_{dtype}", scatter_rows_kernel, rows, {"BLOCK": 512})]
+    table = {"state": "*fp32", "slots": "*i64", "raw": f"*{dtype}", "table": "*i64"}
+    table |= dict.fromkeys(("raw_rows", "slots_per_layer", "S"), "i32")
+    for states, kind in ((3, "csa"), (1, "hca")):
+        constants = {"DIM": 512, "STATES": states, "BLOCK": 4, "WIDTH": 128}
+        out.append(Variant(f"fold_{kind}_{dtype}", fold_kernel, table, constants))
+    return out
+
+
+def variants(dtype: str, capability: int) -> list[Variant]:
+    """Everything that must compile for one dtype and chip."""
+    tile = attention_tiles(dtype, capability)[0]
+    out = [pool_variant(dtype, dim, states) for dim, states in ((512, 3), (128, 3), (512, 1))]
+    out += [score_variant(dtype), *commit_variants(dtype)]
+    for heads in (64, 128):
+        out += [attention_variant(dtype, heads, tile, splits) for splits in (1, 16)]
+        out.append(combine_variant(dtype, heads))
+    return out
+
+
+def table_line(c: Compiled) -> str:
+    return f"{c.variant:36} sm_{c.capability:<4}{c.num_warps:3}{c.shared:9}{c.registers:6}{c.spill_bytes:7}  {'yes' if c.fits else 'NO'}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Compile every kernel ahead of time and print shared memory, registers and spills.")
+    parser.add_argument("--capability", type=int, choices=CAPABILITIES, action="append")
+    parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--only", default="", help="part of a variant's name")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    rows = []
+    for capability in args.capability or CAPABILITIES:
+        for dtype in args.dtype or DTYPES:
+            for variant in variants(dtype, capability):
+                if args.only in variant.name:
+                    rows.append(compile_variant(variant, capability))
+                    print(table_line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
+    if args.json:
+        print(json.dumps([row.figures() for row in rows]))
+    return 0 if all(row.fits for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,248 @@
+"""Cancels, killed clients, faults in the engine, a full queue, a lost owner, SIGTERM under load: on the real server."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tritonclient", reason="the extra serve is not installed")
+from tritonclient.utils import InferenceServerException
+
+from .harness import KEY, ROOT, Server, stream, tensors, text_of
+
+LONG = {"text_input": "Once upon a time", "max_tokens": 1900, "end_id": -1, "stream": True}
+SHORT = {"text_input": "Once upon a time", "max_tokens": 8, "end_id": -1}
+
+
+def _short(server: Server) -> str:
+    with server.grpc() as client:
+        return text_of(list(stream(client, "ensemble", tensors(**SHORT))))
+
+
+def _wait_active(server: Server, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while server.metrics()["v4tree_slots_active"] < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_cancelled_grpc_streams_free_their_slots(server: Server) -> None:
+    before = server.wait_idle()["v4tree_cancelled_total"]
+    for model, inputs in (("ensemble", LONG), ("tensorrt_llm", {"input_ids": [0, 5], "request_output_len": 1900, "end_id": -1, "streaming": True})):
+        with server.grpc() as client:
+            results = stream(client, model, tensors(**inputs))
+            for _ in range(3):
+                next(results)
+            results.close()
+    assert server.wait_idle()["v4tree_cancelled_total"] == before + 2
+    assert _short(server)
+
+
+def _http_stream(port: int, path: str, body: dict[str, object]) -> socket.socket:
+    data = json.dumps(body).encode()
+    client = socket.create_connection(("127.0.0.1", port))
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+    assert client.recv(100).startswith(b"HTTP/1.1 200")
+    return client
+
+
+def test_closed_openai_streams_free_their_slots(server: Server) -> None:
+    before = server.wait_idle()["v4tree_cancelled_total"]
+    body = {"model": "engine", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    clients = [_http_stream(server.openai_port, "/v1/completions", body) for _ in range(3)]
+    for client in clients:
+        client.close()
+    assert server.wait_idle()["v4tree_cancelled_total"] == before + 3
+
+
+def test_closed_openai_request_without_stream_frees_its_slot(server: Server) -> None:
+    before = server.wait_idle()["v4tree_cancelled_total"]
+    data = json.dumps({"model": "engine", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True}).encode()
+    request = urllib.request.Request(
+        server.openai_url("/v1/completions"), data, {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    )
+    with pytest.raises(TimeoutError):
+        urllib.request.urlopen(request, timeout=0.5)
+    assert server.wait_idle()["v4tree_cancelled_total"] == before + 1
+
+
+def test_closed_generate_streams_free_their_slots(server: Server) -> None:
+    server.wait_idle()
+    client = _http_stream(server.http_port, "/v2/models/ensemble/generate_stream", LONG)
+    client.close()
+    server.wait_idle(40)
+
+
+_CLIENT = """
+import sys, tritonclient.grpc as g, numpy as np
+c = g.InferenceServerClient(sys.argv[1])
+def t(name, kind, value): i = g.InferInput(name, [1, 1], kind); i.set_data_from_numpy(value); return i
+c.start_stream(callback=lambda result, error: print("chunk", flush=True))
+c.async_stream_infer("ensemble", [t("text_input", "BYTES", np.array([[b"Once"]], object)), t("max_tokens", "INT32", np.array([[1900]], np.int32)),
+    t("end_id", "INT32", np.array([[-1]], np.int32)), t("stream", "BOOL", np.array([[True]]))])
+import time; time.sleep(60)
+"""
+
+
+def test_killed_grpc_clients_free_their_slots(server: Server) -> None:
+    before = server.wait_idle()["v4tree_cancelled_total"]
+    clients = [subprocess.Popen([sys.executable, "-c", _CLIENT, f"127.0.0.1:{server.grpc_port}"], stdout=subprocess.PIPE) for _ in range(3)]
+    for client in clients:
+        assert client.stdout is not None and client.stdout.readline() == b"chunk\n"
+    for client in clients:
+        client.kill()
+        client.wait()
+    assert server.wait_idle()["v4tree_cancelled_total"] == before + 3
+    assert _short(server)
+
+
+def test_full_queue_is_unavailable(start: Callable[..., Server]) -> None:
+    server = start("--max_queue_size", "1")
+    body = json.dumps({"model": "engine", "prompt": "Once", "max_tokens": 64, "ignore_eos": True}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+
+    def ask(_: int) -> int:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(server.openai_url("/v1/completions"), body, headers), timeout=120) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            assert "queue is full" in error.read().decode()
+            return error.code
+
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+        statuses = list(pool.map(ask, range(40)))
+    assert set(statuses) == {200, 503} and statuses.count(200) >= 16
+    assert ask(0) == 200
+    assert server.stop() == 0
+
+
+_FAULTY = """
+import sys
+from pathlib import Path
+from trtllm_v4tree.serving import launch
+real = launch.prepare_repository
+FAULTS = '''
+import os
+from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
+_target = OnnxRuntimeExecutor.target
+def target(self, feeds):
+    if os.path.exists({path!r}):
+        os.remove({path!r})
+        raise RuntimeError("injected")
+    return _target(self, feeds)
+OnnxRuntimeExecutor.target = target
+'''
+def prepare(target, parameters):
+    repository = real(target, parameters)
+    model = repository / "tensorrt_llm" / "1" / "model.py"
+    model.write_text(model.read_text() + FAULTS.format(path=sys.argv[1]))
+    return repository
+launch.prepare_repository = prepare
+from trtllm_v4tree.cli.main import run
+run(sys.argv[2:])
+"""
+
+
+def test_a_fault_in_the_engine_ends_its_batch_and_the_server_goes_on(start: Callable[..., Server], tmp_path: Path) -> None:
+    flag = tmp_path / "fault"
+    server = start("--speculation", "s3_k2_d6", command=[sys.executable, "-c", _FAULTY, str(flag), "serve"])
+    want = _short(server)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.grpc()) for _ in range(4)]
+        running = [stream(client, "ensemble", tensors(**LONG)) for client in clients]
+        for results in running:
+            next(results)
+        flag.touch()
+        for results in running:
+            with pytest.raises(InferenceServerException, match="INTERNAL: the engine failed"):
+                list(results)
+    assert _short(server) == want
+    metrics = server.wait_idle()
+    assert metrics["v4tree_engine_faults_total"] == 1 and metrics["v4tree_failed_total"] == 4 and metrics["v4tree_ready"] == 1
+    assert server.stop() == 0
+
+
+def test_a_lost_owner_is_started_again(start: Callable[..., Server]) -> None:
+    """SIGKILL of the process that owns the engine: running requests get UNAVAILABLE, Triton restarts it, the next ones are answered."""
+    server = start()
+    want = _short(server)
+    owners = [p for p in server.children() if "tensorrt_llm" in Path(f"/proc/{p}/cmdline").read_text() and "stub" in Path(f"/proc/{p}/cmdline").read_text()]
+    with server.grpc() as client:
+        results = stream(client, "ensemble", tensors(**LONG))
+        next(results)
+        for pid in owners:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+            list(results)
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(InferenceServerException), server.grpc() as client:
+            list(stream(client, "tensorrt_llm", tensors(input_ids=[0, 5], request_output_len=2)))
+        with contextlib.suppress(InferenceServerException):
+            assert _short(server) == want
+            break
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    server.stop()
+
+
+def test_sigterm_under_load_loses_no_accepted_stream(start: Callable[..., Server]) -> None:
+    server = start("--grace_seconds", "60")
+    inputs = {**LONG, "max_tokens": 300}
+    started: queue.Queue[int] = queue.Queue()
+
+    def one(number: int) -> int:
+        if number % 2:
+            body = {"model": "engine", "prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "stream": True}
+            with _http_stream(server.openai_port, "/v1/completions", body) as client:
+                started.put(number)
+                data = b""
+                while part := client.recv(65536):
+                    data += part
+                    if b"[DONE]" in data:
+                        break
+            assert b'"finish_reason": "length"' in data and b"[DONE]" in data
+            return 300
+        with server.grpc() as client:
+            count = 0
+            for result in stream(client, "ensemble", tensors(**inputs)):
+                if not count:
+                    started.put(number)
+                count = result.as_numpy("completion_tokens").item()
+            return count
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(one, i) for i in range(8)]
+        for _ in waiting:
+            started.get(timeout=60)
+        server.terminate()
+        assert [w.result(timeout=120) for w in waiting] == [300] * 8
+    assert server.stop() == 0
+    for pid in server.children():
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_second_engine_directory_or_port_is_refused_early(engine_dir: Path, tmp_path: Path) -> None:
+    def serve(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trtllm_v4tree.cli.main", "serve", *options]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+    missing = serve("--engine_dir", str(tmp_path / "none"))
+    assert missing.returncode == 2 and "No engine directory" in missing.stderr
+    wrong = serve("--engine_dir", str(engine_dir), "--speculation", "s9_k9_d99")
+    assert wrong.returncode != 0 and "d99" in wrong.stderr

@@ -1,0 +1,199 @@
+"""The engine thread by itself: cancel in every phase, deadline, a bounded queue, faults, drain. Slots and pages come back each time."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtllm_v4tree import SamplingParams
+from trtllm_v4tree.serving.events import Code, Event, Submission
+from trtllm_v4tree.serving.loop import MAX_FAULTS, EngineLoop
+from trtllm_v4tree.serving.owner import Owner
+from trtllm_v4tree.serving.remote import RemoteLoop
+
+LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+
+class Asked:
+    """A submitted request and its events."""
+
+    def __init__(self, backend: Any, params: SamplingParams = SHORT, prompt: Any = "Once upon a time", timeout_s: float | None = None) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.ticket = backend.submit(Submission("id", prompt, params, timeout_s), self.events.put)
+
+    def first(self) -> Event:
+        return self.events.get(timeout=30)
+
+    def last(self) -> Event:
+        while not (event := self.events.get(timeout=60)).last:
+            pass
+        return event
+
+    def code(self) -> Code | None:
+        error = self.last().error
+        return None if error is None else error.code
+
+
+@pytest.fixture(scope="module")
+def shared(engine_dir: Path) -> Iterator[EngineLoop]:
+    loop = EngineLoop.load(engine_dir, "s3_k2_d6", threads=1, max_queue=4)
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def loop(shared: EngineLoop) -> Iterator[EngineLoop]:
+    """The loop, which must be empty again afterwards."""
+    yield shared
+    deadline = time.monotonic() + 10
+    while shared.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    pools = shared.engine.pools
+    assert not pools.slots.taken and not pools.pages.taken and not shared.busy
+
+
+def test_events_join_to_the_whole_output(loop: EngineLoop) -> None:
+    asked, events = Asked(loop, LONG), []
+    while not events or not events[-1].last:
+        events.append(asked.first())
+    assert sum(len(e.token_ids) for e in events) == 400 == events[-1].usage.completion_tokens
+    assert len(events) > 10 and events[-1].finish_reason == "length"
+
+
+def test_cancel_while_decoding_prefilling_and_queued(loop: EngineLoop) -> None:
+    decoding = Asked(loop, LONG)
+    decoding.first()
+    decoding.ticket.cancel()
+    assert decoding.code() is Code.CANCELLED
+    prefilling = Asked(loop, LONG, [5] * 1600)
+    time.sleep(0.02)
+    prefilling.ticket.cancel()
+    assert prefilling.code() is Code.CANCELLED
+    running = [Asked(loop, LONG) for _ in range(16)]
+    queued = [Asked(loop, LONG) for _ in range(3)]
+    for asked in (*queued, *running):
+        asked.ticket.cancel()
+    assert {a.code() for a in (*queued, *running)} == {Code.CANCELLED}
+
+
+def test_a_cancel_frees_within_a_round(loop: EngineLoop) -> None:
+    asked = Asked(loop, LONG)
+    asked.first()
+    asked.ticket.cancel()
+    event = asked.last()
+    assert event.error is not None and event.usage.completion_tokens < 100
+    assert not loop.engine.pools.slots.taken
+
+
+def test_deadline(loop: EngineLoop) -> None:
+    assert Asked(loop, LONG, timeout_s=0.05).code() is Code.DEADLINE_EXCEEDED
+    assert Asked(loop, SHORT, timeout_s=30.0).code() is None
+
+
+def test_full_queue_is_unavailable_and_nothing_else_is_hurt(loop: EngineLoop) -> None:
+    many = [Asked(loop, SamplingParams(max_tokens=40, temperature=0.0)) for _ in range(16 + 4 + 6)]
+    codes = [a.code() for a in many]
+    assert codes.count(None) >= 20 and set(codes) == {None, Code.UNAVAILABLE}
+
+
+def test_bad_requests_are_refused(loop: EngineLoop) -> None:
+    for prompt in ("", [], [99999], [5] * 5000):
+        assert Asked(loop, SHORT, prompt).code() is Code.INVALID_ARGUMENT
+
+
+def _raising(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch, method: str, after: int, times: int = 1) -> None:
+    """Makes calls number `after` .. `after + times - 1` of an executor method raise."""
+    whole, calls = getattr(loop.engine.executor, method), iter(range(10**9))
+
+    def call(*args: Any) -> Any:
+        number = next(calls)
+        if after <= number < after + times:
+            raise RuntimeError("injected")
+        return whole(*args)
+
+    monkeypatch.setattr(loop.engine.executor, method, call)
+
+
+@pytest.mark.parametrize("method", ["target", "draft", "commit"])
+def test_a_fault_ends_the_pass_and_the_loop_goes_on(method: str, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = Asked(loop).last()
+    faults = loop.stats.engine_faults
+    with monkeypatch.context() as patch:
+        _raising(loop, patch, method, after=6)
+        batch = [Asked(loop, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)) for _ in range(4)]
+        codes = [a.code() for a in batch]
+    assert Code.INTERNAL in codes and set(codes) <= {None, Code.INTERNAL} and loop.stats.engine_faults == faults + 1
+    assert loop.ready
+    again = Asked(loop).last()
+    assert again.finish_reason == want.finish_reason and again.usage.completion_tokens == 5
+
+
+def test_a_fault_in_prefill_leaves_decoding_requests_alone(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = Asked(loop, LONG)
+    text = ""
+    while not (event := want.first()).last:
+        text += event.text
+    text += event.text
+    running = Asked(loop, LONG)
+    got = running.first().text
+    with monkeypatch.context() as patch:
+        whole = loop.engine._prefill
+
+        def prefill(batch: Any) -> Any:
+            raise RuntimeError("injected")
+
+        patch.setattr(loop.engine, "_prefill", prefill)
+        assert Asked(loop).code() is Code.INTERNAL
+        patch.setattr(loop.engine, "_prefill", whole)
+    while not (event := running.first()).last:
+        got += event.text
+    assert got + event.text == text and event.finish_reason == "length"
+
+
+def test_the_socket_carries_the_same_and_a_lost_connection_cancels(loop: EngineLoop, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    owner = Owner(loop, tmp_path / "engine.sock")
+    remote = RemoteLoop(tmp_path / "engine.sock")
+    assert Asked(remote).last().usage.completion_tokens == Asked(loop).last().usage.completion_tokens == 5
+    assert Asked(remote, SHORT, [99999]).code() is Code.INVALID_ARGUMENT
+    assert remote.stats()["ready"] == 1
+    cancelled = loop.stats.cancelled
+    asked = Asked(remote, LONG)
+    asked.first()
+    remote.close()
+    assert asked.code() is Code.UNAVAILABLE
+    deadline = time.monotonic() + 5
+    while loop.stats.cancelled == cancelled and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loop.stats.cancelled == cancelled + 1
+    assert Asked(remote).code() is None, "it connects again"
+    owner.close()
+
+
+def test_drain_lets_running_requests_end_and_cuts_at_the_grace_time(engine_dir: Path) -> None:
+    loop = EngineLoop.load(engine_dir, "none", threads=1)
+    running = Asked(loop, SHORT)
+    running.first()
+    assert loop.drain(30.0) and running.code() is None
+    assert Asked(loop).code() is Code.UNAVAILABLE and not loop.ready
+    loop.stop()
+    loop = EngineLoop.load(engine_dir, "none", threads=1)
+    running = Asked(loop, SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True))
+    running.first()
+    assert not loop.drain(0.1) and running.code() is Code.UNAVAILABLE
+    loop.stop()
+
+
+def test_an_engine_that_always_fails_is_given_up(engine_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = EngineLoop.load(engine_dir, "none", threads=1)
+    _raising(loop, monkeypatch, "target", after=0, times=10**6)
+    for _ in range(MAX_FAULTS):
+        assert Asked(loop).code() is Code.INTERNAL
+    assert Asked(loop).code() is Code.UNAVAILABLE and not loop.ready
+    loop.stop()

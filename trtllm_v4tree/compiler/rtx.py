@@ -1,0 +1,225 @@
+"""The target tensorrt-rtx: ahead-of-time TensorRT-RTX engines from the portable operator bodies, built without a GPU.
+
+One plan per graph holds code for every compute capability asked for. The optimisation profiles come from the one sizes object.
+`tensorrt_rtx` is imported only when this target is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import onnx_ir as ir
+
+from trtllm_v4tree import contract
+from trtllm_v4tree.compiler.trt_ops import TensorRtOps
+from trtllm_v4tree.compiler.weights import WeightPlan
+from trtllm_v4tree.config import ModelConfig
+from trtllm_v4tree.contract import GraphContract
+from trtllm_v4tree.engine_dir import WEIGHTS_FILE
+from trtllm_v4tree.errors import ConfigError, V4TreeError
+from trtllm_v4tree.network import graphs
+from trtllm_v4tree.network.weight import TensorSource, Weight
+from trtllm_v4tree.sizes import EngineSizes
+
+CAPABILITIES = ("SM75", "SM80", "SM86", "SM89", "SM120")
+DEFAULT_CAPABILITIES = ("SM89", "SM120")
+DTYPES = ("float32",)
+Report = Callable[[str, float], None]
+Range = tuple[int, int, int]
+"""Smallest, typical and largest value of a symbol."""
+
+
+class CompileError(V4TreeError):
+    """TensorRT-RTX refused a network of ours: the message names the graph and what the compiler said."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One compiled graph: `seconds` to parse and build, `layers` of the parsed network."""
+
+    stem: str
+    data: bytes
+    layers: int
+    seconds: float
+
+
+def load_tensorrt_rtx() -> ModuleType:
+    """The `tensorrt_rtx` module; ConfigError with the install line where it is missing."""
+    try:
+        import tensorrt_rtx
+    except ImportError as error:
+        raise ConfigError(
+            "target tensorrt-rtx needs TensorRT-RTX, which is not installed here: pip install tensorrt-rtx."
+        ) from error
+    return tensorrt_rtx
+
+
+def check_options(capabilities: Sequence[str], dtype: str) -> None:
+    """Raises ConfigError for a compute capability or dtype that this target lacks; needs no TensorRT."""
+    for name in capabilities:
+        if name not in CAPABILITIES:
+            raise ConfigError(f"compute capability {name!r} is unknown to tensorrt-rtx: choose from {', '.join(CAPABILITIES)}.")
+    if not capabilities:
+        raise ConfigError(f"no compute capability was given: choose from {', '.join(CAPABILITIES)}.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"target tensorrt-rtx computes in float32, not {dtype}: build with --dtype float32.")
+
+
+def profiles(sizes: EngineSizes, nodes: int, batch: int) -> dict[str, Range]:
+    """Range of every symbol of the contract for passes of at most `nodes` nodes per sequence, typically `nodes` themselves."""
+    s, most = sizes, batch * nodes
+    csa, hca = -(-s.max_seq_len // s.csa_ratio), -(-s.max_seq_len // s.hca_ratio)
+    tops = {
+        "B": batch, "N": nodes, "R": nodes, "S": s.max_commit, "D": batch, "W": s.window, "E": csa, "F": hca,
+        "M": nodes, "Q": nodes, "T": 1 + min(s.hca_ratio, nodes), "A": batch * s.max_commit, "Z": batch * s.max_commit,
+        "P": 1 + s.csa_ratio, "O": 1 + nodes, "X": most, "Y": most,
+    }  # fmt: skip
+    least = dict.fromkeys(tops, 0) | dict.fromkeys(("B", "N", "W", "T", "P", "O", "S"), 1)
+    typical = {"M": -(-nodes // s.csa_ratio), "Q": 1, "X": batch, "Y": batch, "S": min(4, s.max_commit), "A": most, "Z": most}
+    return {name: (least[name], min(typical.get(name, top), top), top) for name, top in tops.items()}
+
+
+def graph_profiles(stem: str, sizes: EngineSizes) -> list[dict[str, Range]]:
+    """The optimisation profiles of a graph: decode (one node), verify and prefill for the target step, else one for all."""
+    batch, widest = sizes.max_batch_size, max(sizes.max_verify_tokens, sizes.prefill_chunk)
+    if stem != "target_step":
+        return [profiles(sizes, widest, batch)]
+    counts = dict.fromkeys((1, sizes.max_verify_tokens, widest))
+    return [profiles(sizes, nodes, batch) for nodes in counts]
+
+
+def bounds(shape: Sequence[int | str], ranges: dict[str, Range]) -> list[tuple[int, ...]]:
+    """Least, typical and largest shape of a contract shape; a dim like `W+N` is the sum of its symbols."""
+    def size(dim: int | str, which: int) -> int:
+        return dim if isinstance(dim, int) else sum(ranges[name][which] for name in dim.split("+"))
+
+    return [tuple(size(dim, which) for dim in shape) for which in range(3)]
+
+
+def trace_all(
+    config: ModelConfig, sizes: EngineSizes, shapes: Iterable[tuple[int, int]]
+) -> Iterator[tuple[GraphContract, ir.Model]]:
+    """Contract and network of every graph, lowered for TensorRT."""
+    ops = TensorRtOps()
+    yield contract.target_step(config, sizes), graphs.target_step(config, sizes, ops)
+    yield contract.commit(config, sizes), graphs.commit(config, sizes, ops)
+    if sizes.has_mtp:
+        for steps, topk in ((0, 1), *shapes):
+            yield contract.draft_round(config, sizes, steps, topk), graphs.draft_round(config, sizes, ops, steps, topk)
+
+
+def weights_as_inputs(model: ir.Model) -> None:
+    """Turns weights into graph inputs: a plan without weights, which all plans of an engine can then share on the device."""
+    for name, value in list(model.graph.initializers.items()):
+        if isinstance(value, Weight):
+            del model.graph.initializers[name]
+            model.graph.inputs.append(value)
+
+
+def _logger(trt: ModuleType) -> Any:
+    """A logger that keeps what the compiler complains about."""
+
+    class Logger(trt.ILogger):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.Severity.ERROR and "CUDA driver version" not in message:
+                self.errors.append(message)
+
+    return Logger()
+
+
+class RtxBuilder:
+    """Compiles ONNX files to plans for a set of compute capabilities. One instance per process: TensorRT keeps the first logger."""
+
+    def __init__(self, capabilities: Sequence[str], dtype: str = "float32") -> None:
+        check_options(capabilities, dtype)
+        self.trt, self.capabilities = load_tensorrt_rtx(), tuple(capabilities)
+        self.logger = _shared_logger(self.trt)
+
+    def compile(self, onnx_path: Path, spec: GraphContract, ranges: Sequence[dict[str, Range]]) -> Plan:
+        """Raises CompileError with the offending node or the compiler's own words."""
+        started = time.monotonic()
+        self.logger.errors.clear()
+        builder = self.trt.Builder(self.logger)
+        network = builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        self._parse(network, onnx_path, spec.name)
+        config = self._config(builder)
+        for symbols in ranges:
+            config.add_optimization_profile(self._profile(builder, spec, symbols))
+        data = builder.build_serialized_network(network, config)
+        if data is None:
+            raise CompileError(f"TensorRT-RTX cannot build graph {spec.name}: {self._complaint()}")
+        return Plan(spec.name, bytes(data), network.num_layers, time.monotonic() - started)
+
+    def _parse(self, network: Any, onnx_path: Path, name: str) -> None:
+        parser = self.trt.OnnxParser(network, self.logger)
+        if parser.parse_from_file(str(onnx_path)):
+            return
+        error = parser.get_error(0)
+        text = error.desc().splitlines()[-1]
+        raise CompileError(f"TensorRT-RTX cannot read node {error.node_name()} ({error.node_operator()}) of graph {name}: {text}")
+
+    def _config(self, builder: Any) -> Any:
+        config = builder.create_builder_config()
+        config.clear_flag(self.trt.BuilderFlag.TF32)
+        config.num_compute_capabilities = len(self.capabilities)
+        for index, name in enumerate(self.capabilities):
+            config.set_compute_capability(getattr(self.trt.ComputeCapability, name), index)
+        return config
+
+    def _profile(self, builder: Any, spec: GraphContract, symbols: dict[str, Range]) -> Any:
+        profile = builder.create_optimization_profile()
+        for tensor in spec.inputs:
+            if any(isinstance(dim, str) for dim in tensor.shape):
+                profile.set_shape(tensor.name, *bounds(tensor.shape, symbols))
+        return profile
+
+    def _complaint(self) -> str:
+        lines = [line.splitlines()[0] for line in self.logger.errors]
+        return "; ".join(dict.fromkeys(lines)) or "it gave no reason"
+
+
+_LOGGERS: dict[str, Any] = {}
+
+
+def _shared_logger(trt: ModuleType) -> Any:
+    """TensorRT registers the first logger of a process for good."""
+    return _LOGGERS.setdefault(trt.__name__, _logger(trt))
+
+
+def build_plans(
+    config: ModelConfig,
+    sizes: EngineSizes,
+    shapes: Iterable[tuple[int, int]],
+    source: TensorSource,
+    scratch: Path,
+    capabilities: Sequence[str] = DEFAULT_CAPABILITIES,
+    dtype: str = "float32",
+    report: Report = lambda line, done: None,
+) -> list[Plan]:
+    """Compiles every graph of an engine and writes `<stem>.plan` files to `scratch`, weights inside; leaves no other file there."""
+    builder = RtxBuilder(capabilities, dtype)
+    traced = [(spec, model) for spec, model in trace_all(config, sizes, shapes)]
+    plan = WeightPlan(model for _, model in traced)
+    report("writing weights", 0.0)
+    plan.write(scratch / WEIGHTS_FILE, source, lambda name, size: None)
+    done: list[Plan] = []
+    for spec, model in traced:
+        report(f"compiling {spec.name} for {', '.join(capabilities)}", len(done) / len(traced))
+        plan.attach(model)
+        onnx_path = scratch / f"{spec.name}.onnx"
+        ir.save(model, onnx_path)
+        done.append(builder.compile(onnx_path, spec, graph_profiles(spec.name, sizes)))
+        (scratch / f"{spec.name}.plan").write_bytes(done[-1].data)
+        onnx_path.unlink()
+    (scratch / WEIGHTS_FILE).unlink()
+    report("compiled", 1.0)
+    return done

@@ -1,0 +1,152 @@
+"""The engine thread of another process of the same server, as a `Backend`. Reconnects when the owner comes back."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from trtllm_v4tree.serving import wire
+from trtllm_v4tree.serving.events import Code, Event, ServingError, Submission, failure
+
+
+class RemoteTicket:
+    """A request in the owner's loop."""
+
+    def __init__(self, link: _Link, number: int) -> None:
+        self._link, self._number = link, number
+
+    def cancel(self) -> None:
+        self._link.tell({"op": "cancel", "id": self._number})
+
+
+class RemoteLoop:
+    """Submits to the owner behind `socket_path`; thread-safe. Events come on one reader thread and must be taken quickly."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self.path = socket_path
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._link: _Link | None = None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the owner listens; raises ServingError if it does not in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connected()
+                return
+            except ServingError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def submit(self, submission: Submission, on_event: Callable[[Event], None]) -> RemoteTicket:
+        """Raises ServingError (UNAVAILABLE) while the engine's process is down; every other refusal comes as an event."""
+        link, number = self._connected(), next(self._numbers)
+        link.handlers[number] = on_event
+        link.tell({"op": "submit", "id": number, "submission": submission.to_json()})
+        if not link.alive and link.handlers.pop(number, None) is not None:
+            raise _unavailable("ended")
+        return RemoteTicket(link, number)
+
+    def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        return self._ask({"op": "stats"}, timeout_s)
+
+    def drain(self, grace_s: float) -> bool:
+        """Whether every accepted request ended within the grace time."""
+        return bool(self._ask({"op": "drain", "grace_s": grace_s}, grace_s + 10.0)["all_ended"])
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def _ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        link, number = self._connected(), next(self._numbers)
+        answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+        link.replies[number] = answers.put
+        link.tell({**message, "id": number})
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except Exception:
+            answer = None
+        if answer is None:
+            raise _unavailable(f"did not answer within {timeout_s:g} s")
+        return answer
+
+    def _connected(self) -> _Link:
+        with self._lock:
+            if self._link is None or not self._link.alive:
+                self._link = _Link(self.path)
+            return self._link
+
+
+class _Link:
+    """One connection and its reader thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.socket.connect(str(path))
+        except OSError as error:
+            self.socket.close()
+            raise _unavailable(f"is not reachable ({error.strerror})") from error
+        self.handlers: dict[int, Callable[[Event], None]] = {}
+        self.replies: dict[int, Callable[[dict[str, Any] | None], None]] = {}
+        self.alive = True
+        self._sending = threading.Lock()
+        threading.Thread(target=self._read, name="v4tree-remote", daemon=True).start()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        try:
+            data = wire.frame(message)
+            with self._sending:
+                self.socket.sendall(data)
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        self.alive = False
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def _read(self) -> None:
+        stream = self.socket.makefile("rb")
+        try:
+            while header := stream.read(wire.HEADER_BYTES):
+                if len(header) < wire.HEADER_BYTES:
+                    break
+                self._dispatch(wire.parse(stream.read(wire.body_length(header))))
+        except (OSError, wire.WireError):
+            pass
+        finally:
+            self.alive = False
+            stream.close()
+            self.socket.close()
+            self._fail_all()
+
+    def _dispatch(self, message: dict[str, Any]) -> None:
+        for number, data in message.get("events", ()):
+            event = Event.from_json(data)
+            handler = self.handlers.pop(number, None) if event.last else self.handlers.get(number)
+            if handler is not None:
+                handler(event)
+        if "reply" in message and (answer := self.replies.pop(message["reply"], None)) is not None:
+            answer(message["data"])
+
+    def _fail_all(self) -> None:
+        for handler in [self.handlers.pop(n) for n in list(self.handlers)]:
+            handler(failure(_unavailable("ended while the request ran")))
+        for answer in [self.replies.pop(n) for n in list(self.replies)]:
+            answer(None)
+
+
+def _unavailable(what: str) -> ServingError:
+    return ServingError(Code.UNAVAILABLE, f"the engine's process {what}: try again later.")
