@@ -94,7 +94,12 @@ class Transformers:
         tokens, seconds = 0, 0.0
         for prompt in prompts:
             ids = self.torch.tensor([prompt])
-            options = {"attention_mask": self.torch.ones_like(ids), "do_sample": False, "use_cache": True, "eos_token_id": None}
+            options = {
+                "attention_mask": self.torch.ones_like(ids),
+                "do_sample": False,
+                "use_cache": True,
+                "eos_token_id": None,
+            }
             first = self._time(ids, {**options, "max_new_tokens": 1})
             seconds += self._time(ids, {**options, "max_new_tokens": max_tokens}) - first
             tokens += max_tokens - 1
@@ -120,7 +125,9 @@ def main() -> int:
             sample = run_engine(llms[name], shape, prompts, args.max_tokens, args.batch)
             results.setdefault(f"{name} {shape}", []).append(sample)
         if peer is not None:
-            results.setdefault("transformers", []).append(peer.run(prompts[: args.peer_prompts], min(48, args.max_tokens)))
+            results.setdefault("transformers", []).append(
+                peer.run(prompts[: args.peer_prompts], min(48, args.max_tokens))
+            )
         if repeat < 0:
             results.clear()
     _report(results, args)
@@ -145,14 +152,23 @@ def _arguments() -> argparse.Namespace:
 def _report(results: dict[str, list[Sample]], args: argparse.Namespace) -> None:
     base = [s.speed for s in results["first none"]] if "first none" in results else [1.0]
     print(f"{platform.machine()}, {os.cpu_count()} cores, batch {args.batch}, {args.repeats} repeats")
-    print(f"{'configuration':22s} {'tokens/s':>9s} {'min':>7s} {'max':>7s} {'x plain':>8s} {'accepted':>9s} {'host share':>11s}")
+    print(
+        f"{'configuration':22s} {'tokens/s':>9s} {'min':>7s} {'max':>7s} {'x plain':>8s} {'accepted':>9s} {'host share':>11s}"
+    )
     rows = {}
     for name, samples in results.items():
         speeds = [s.speed for s in samples]
         ratio = float(np.median([s / b for s, b in zip(speeds, base, strict=False)]))
         host = float(np.median([s.host_share for s in samples]))
-        rows[name] = {"tokens_per_second": float(np.median(speeds)), "x_plain": ratio, "accepted_length": samples[0].accepted, "host_share": host}
-        print(f"{name:22s} {np.median(speeds):9.1f} {min(speeds):7.1f} {max(speeds):7.1f} {ratio:8.2f} {samples[0].accepted:9.3f} {host:10.1%}")
+        rows[name] = {
+            "tokens_per_second": float(np.median(speeds)),
+            "x_plain": ratio,
+            "accepted_length": samples[0].accepted,
+            "host_share": host,
+        }
+        print(
+            f"{name:22s} {np.median(speeds):9.1f} {min(speeds):7.1f} {max(speeds):7.1f} {ratio:8.2f} {samples[0].accepted:9.3f} {host:10.1%}"
+        )
     if args.json:
         args.json.write_text(json.dumps({"command": sys.argv, "batch": args.batch, "results": rows}, indent=1))
 

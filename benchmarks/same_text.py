@@ -31,7 +31,9 @@ class Difference:
     gap: float
 
 
-def decode(llm: LLM, prompts: list[list[int]], speculation: str, batch: int, temperature: float, tokens: int) -> tuple[list[list[int]], float]:
+def decode(
+    llm: LLM, prompts: list[list[int]], speculation: str, batch: int, temperature: float, tokens: int
+) -> tuple[list[list[int]], float]:
     """Token ids of every prompt (seed = its number), and the accepted length."""
     llm.set_speculation(speculation)
     ids, rounds, emitted = [], 0, 0
@@ -67,7 +69,9 @@ def last_logits(llm: LLM, ids: list[int]) -> np.ndarray:
     return seen[-1].logits[0, -1]
 
 
-def compare(llm: LLM, prompts: list[list[int]], reference: list[list[int]], got: list[list[int]], temperature: float) -> list[Difference]:
+def compare(
+    llm: LLM, prompts: list[list[int]], reference: list[list[int]], got: list[list[int]], temperature: float
+) -> list[Difference]:
     found = []
     for number, (a, b) in enumerate(zip(reference, got, strict=True)):
         if a != b:
@@ -90,7 +94,9 @@ def main() -> int:
     texts = [p for d in args.dataset for p in load_prompts(DatasetSpec.parse(d), args.prompts)]
     prompts = [llm.tokenizer.chat([("user", t)]) for t in texts]
     prompts = [p[-(llm.manifest.sizes.max_seq_len - args.max_tokens) :] for p in prompts]
-    shapes = [f(int(d)) for d in args.budgets.split(",") for f in (lambda d: f"s{d - 1}_k1_d{d}", lambda d: f"s4_k3_d{d}")]
+    shapes = [
+        f(int(d)) for d in args.budgets.split(",") for f in (lambda d: f"s{d - 1}_k1_d{d}", lambda d: f"s4_k3_d{d}")
+    ]
     bad = total = 0
     for temperature in (0.0, 0.8):
         reference, _ = decode(llm, prompts, "none", 1, temperature, args.max_tokens)
@@ -100,7 +106,11 @@ def main() -> int:
                 found = compare(llm, prompts, reference, got, temperature)
                 wrong = [d for d in found if d.gap >= TOLERANCE]
                 bad, total = bad + len(wrong), total + len(found)
-                print(f"T={temperature} {shape:10s} batch {batch}: accepted {accepted:.3f}, {len(found)} of {len(prompts)} differ, {len(wrong)} beyond {TOLERANCE}", flush=True)
+                print(
+                    f"T={temperature} {shape:10s} batch {batch}: accepted {accepted:.3f}, "
+                    f"{len(found)} of {len(prompts)} differ, {len(wrong)} beyond {TOLERANCE}",
+                    flush=True,
+                )
                 for d in found:
                     print(f"    prompt {d.prompt} token {d.index} gap {d.gap:.2e}")
     print(f"{total} differences, {bad} beyond the tolerance")

@@ -18,7 +18,8 @@ MODEL = ROOT / "models" / "v4-nano"
 ENGINES = ROOT / "engines"
 MAX_TOKENS = 96
 PROMPTS = {
-    "word problem": "A baker sells 12 loaves in the morning and twice as many in the afternoon. Each loaf costs 3 dollars. How much money does the baker make in a day?",
+    "word problem": "A baker sells 12 loaves in the morning and twice as many in the afternoon. "
+    "Each loaf costs 3 dollars. How much money does the baker make in a day?",
     "small program": "Write a function to find the largest number in a given list.",
     "chat turn": "What should I pack for a week of hiking in the mountains?",
 }
@@ -84,12 +85,22 @@ def continue_prompts(llm: LLM, show: bool) -> Tally:
 def results_table(rows: list[tuple[str, str, str, Tally]]) -> Table:
     table = Table(title="three prompts, greedy, batch 1 (accepted: tokens per verify pass)", title_justify="left")
     for column in ("decoding", "drafter", "shape", "tokens/s", "accepted", "passes", "same text"):
-        table.add_column(column, no_wrap=True, justify="left" if column in ("decoding", "drafter", "shape") else "right")
+        table.add_column(
+            column, no_wrap=True, justify="left" if column in ("decoding", "drafter", "shape") else "right"
+        )
     reference = rows[0][3].texts
     for name, drafter, speculation, t in rows:
         same = "yes" if t.texts == reference else "NO"
         length = f"{t.round_tokens / t.rounds:.2f}"
-        table.add_row(name, drafter if speculation != "none" else "-", speculation, f"{t.tokens / t.seconds:.0f}", length, str(t.rounds), same)
+        table.add_row(
+            name,
+            drafter if speculation != "none" else "-",
+            speculation,
+            f"{t.tokens / t.seconds:.0f}",
+            length,
+            str(t.rounds),
+            same,
+        )
     return table
 
 

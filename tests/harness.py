@@ -54,7 +54,7 @@ class Verified:
 
     def boundaries(self, kind: str | None) -> dict[tuple[int, int], int]:
         """Index of every node that completes a window of this kind, by sequence and node id."""
-        return {(at.row, at.node): at.index for at in self.tables.boundaries.get(kind or "", [])}
+        return {(at.row, at.node): at.ordinal for at in self.tables.boundaries.get(kind or "", [])}
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ def _entry(window: int, ratio: int, length: int, path: list[int]) -> Counter[Row
 def _boundaries(step: tables.StepTables, kind: str, b: int) -> list[int]:
     """Boundary nodes of a sequence, by their index."""
     found = [at for at in step.boundaries[kind] if at.row == b]
-    assert [at.index for at in found] == list(range(len(found)))
+    assert [at.ordinal for at in found] == list(range(len(found)))
     return [at.node for at in found]
 
 

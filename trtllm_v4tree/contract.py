@@ -53,19 +53,27 @@ def _mask(name: str, shape: tuple[Dim, ...], meaning: str) -> TensorSpec:
 def states(config: ModelConfig, sizes: EngineSizes) -> tuple[TensorSpec, ...]:
     """Everything that outlives a pass. Pools stack their layers: layer l starts at row l * rows-per-layer."""
     c, s = config, sizes
-    out = [_state("window_kv", (s.num_layers * s.window_rows, c.head_dim), "window rows: zero row, then slot-major rings")]
+    out = [
+        _state("window_kv", (s.num_layers * s.window_rows, c.head_dim), "window rows: zero row, then slot-major rings")
+    ]
     if s.num_csa:
-        out.append(_state("csa_state", (s.num_csa * s.num_slots, 3, 2 * c.head_dim), "prev A, cur A, cur B as (score | kv)"))
+        out.append(
+            _state("csa_state", (s.num_csa * s.num_slots, 3, 2 * c.head_dim), "prev A, cur A, cur B as (score | kv)")
+        )
         out.append(_state("csa_entries", (s.num_csa * s.csa_rows, c.head_dim), "CSA entries: zero row, then pages"))
     if s.num_csa and s.sparse:
         out.append(_state("idx_state", (s.num_csa * s.num_slots, 3, 2 * c.index_head_dim), "indexer compressor states"))
-        out.append(_state("idx_entries", (s.num_csa * s.csa_rows, c.index_head_dim), "indexer entries, paged as csa_entries"))
+        out.append(
+            _state("idx_entries", (s.num_csa * s.csa_rows, c.index_head_dim), "indexer entries, paged as csa_entries")
+        )
     if s.num_hca:
         out.append(_state("hca_state", (s.num_hca * s.num_slots, 1, 2 * c.head_dim), "open HCA window as (score | kv)"))
         out.append(_state("hca_entries", (s.num_hca * s.hca_rows, c.head_dim), "HCA entries: zero row, then pages"))
     if s.has_mtp:
         out.append(_state("mtp_window_kv", (s.window_rows, c.head_dim), "window rows of the drafter"))
-        out.append(_state("streams", (s.stream_rows, c.hc_mult * c.hidden_size), "accepted streams the drafter has not read"))
+        out.append(
+            _state("streams", (s.stream_rows, c.hc_mult * c.hidden_size), "accepted streams the drafter has not read")
+        )
     return tuple(out)
 
 
@@ -73,14 +81,22 @@ def _scratches(config: ModelConfig, sizes: EngineSizes) -> list[TensorSpec]:
     c, s = config, sizes
     out = [_scratch("window_scratch", (s.num_layers, "B", "N", c.head_dim), "window row of every node")]
     if s.num_csa:
-        out.append(_scratch("csa_raw", (s.num_csa, "B", "N", 4 * c.head_dim), "raw compressor rows, (score | kv) of A, of B"))
-        out.append(_scratch("csa_branch", (s.num_csa, "B", "M", c.head_dim), "entry that each boundary node would emit"))
+        out.append(
+            _scratch("csa_raw", (s.num_csa, "B", "N", 4 * c.head_dim), "raw compressor rows, (score | kv) of A, of B")
+        )
+        out.append(
+            _scratch("csa_branch", (s.num_csa, "B", "M", c.head_dim), "entry that each boundary node would emit")
+        )
     if s.num_csa and s.sparse:
         out.append(_scratch("idx_raw", (s.num_csa, "B", "N", 4 * c.index_head_dim), "raw rows of the indexer"))
-        out.append(_scratch("idx_branch", (s.num_csa, "B", "M", c.index_head_dim), "indexer entry of each boundary node"))
+        out.append(
+            _scratch("idx_branch", (s.num_csa, "B", "M", c.index_head_dim), "indexer entry of each boundary node")
+        )
     if s.num_hca:
         out.append(_scratch("hca_raw", (s.num_hca, "B", "N", 2 * c.head_dim), "raw compressor rows (score | kv)"))
-        out.append(_scratch("hca_branch", (s.num_hca, "B", "Q", c.head_dim), "entry that each boundary node would emit"))
+        out.append(
+            _scratch("hca_branch", (s.num_hca, "B", "Q", c.head_dim), "entry that each boundary node would emit")
+        )
     return out
 
 
@@ -98,7 +114,11 @@ def target_step(config: ModelConfig, sizes: EngineSizes) -> GraphContract:
     if s.num_csa:
         inputs += [
             _table("csa_rows", ("B", "E"), "rows of the CSA entry pool"),
-            _table("csa_pool_table", ("B", "M", 2 * s.csa_ratio), "rows pooled by each boundary node: 3 states, null, 4 + 2 n + half"),
+            _table(
+                "csa_pool_table",
+                ("B", "M", 2 * s.csa_ratio),
+                "rows pooled by each boundary node: 3 states, null, 4 + 2 n + half",
+            ),
             _table("csa_entry_positions", ("B", "M"), "position that rotates each branch entry (its window's first)"),
             _mask("csa_mask", ("B", "N", "E+M"), "what a node sees of [entries | branch entries]"),
         ]
@@ -133,7 +153,9 @@ def draft_round(config: ModelConfig, sizes: EngineSizes, steps: int, topk: int) 
         inputs += [
             _table("last_row", ("B", 1), "index of the newest accepted row"),
             _table("root_position", ("B", 1), "position of the tree's root, the newest token"),
-            _mask("level_mask", ("B", steps - 1, "W+S"), "what the rows of level 2, 3, ... see of [window rows | rows]"),
+            _mask(
+                "level_mask", ("B", steps - 1, "W+S"), "what the rows of level 2, 3, ... see of [window rows | rows]"
+            ),
         ]
         outputs += [
             TensorSpec("draft_tokens", "int64", ("B", "C"), "result", "candidates, by level"),
@@ -168,7 +190,9 @@ def commit(config: ModelConfig, sizes: EngineSizes) -> GraphContract:
         ]
     if s.has_mtp:
         inputs += [
-            _scratch("streams_scratch", ("B", "N", config.hc_mult * config.hidden_size), "streams after the last layer"),
+            _scratch(
+                "streams_scratch", ("B", "N", config.hc_mult * config.hidden_size), "streams after the last layer"
+            ),
             _table("stream_dst", ("A",), "row of the streams pool for each accepted node"),
             _scratch("mtp_scratch", ("D", "S", config.head_dim), "drafter rows of the last draft round"),
             _table("mtp_accepted", ("Z",), "drafter rows to keep, d * S + s"),

@@ -78,7 +78,9 @@ def test_every_mode_gives_the_tokens_of_plain_decoding_alone(w16: Built, mode: s
 
 
 def test_accepted_length_counts_tokens_per_pass(w16: Built) -> None:
-    request = run(engine_of(w16, "s3_k3_d8"), prompts(1), [SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)])[0]
+    request = run(
+        engine_of(w16, "s3_k3_d8"), prompts(1), [SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)]
+    )[0]
     assert request.metrics.round_tokens == 59  # the first token came from the prefill
     assert request.metrics.accepted_by_depth[0] == request.metrics.rounds
     assert sum(request.metrics.accepted_by_depth) == request.metrics.round_tokens
@@ -111,7 +113,9 @@ def test_cancel_in_every_phase_frees_slot_and_pages(w16: Built, mode: str) -> No
 def test_more_requests_than_slots_wait_and_all_finish(w16: Built) -> None:
     engine = engine_of(w16, "s3_k2_d6")
     asked = prompts(13, seed=2, longest=90)
-    requests = run(engine, asked, [SamplingParams(max_tokens=5 + i, temperature=0.0, ignore_eos=True) for i in range(13)])
+    requests = run(
+        engine, asked, [SamplingParams(max_tokens=5 + i, temperature=0.0, ignore_eos=True) for i in range(13)]
+    )
     assert [len(r.output_ids) for r in requests] == [5 + i for i in range(13)]
     assert balanced(engine)
 
@@ -179,7 +183,8 @@ def test_deterministic_mode_makes_undecided_choices_again(w16: Built, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("ids", "word"), [([], "empty"), ([1, 999999], "token 1"), ([-1], "token 0"), ([True], "token 0"), ([1.5], "token 0")]
+    ("ids", "word"),
+    [([], "empty"), ([1, 999999], "token 1"), ([-1], "token 0"), ([True], "token 0"), ([1.5], "token 0")],
 )
 def test_bad_prompts_are_refused(w16: Built, ids: list[int], word: str) -> None:
     engine = engine_of(w16)

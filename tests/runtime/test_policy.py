@@ -39,7 +39,9 @@ def brute_force_length(rates: np.ndarray, steps: int, topk: int, budget: int) ->
 @pytest.mark.parametrize(("steps", "topk", "budget"), [(3, 1, 3), (2, 2, 4), (3, 2, 5), (2, 3, 5)])
 def test_expected_lengths_are_those_of_the_best_static_tree(steps: int, topk: int, budget: int) -> None:
     rates = np.sort(np.random.default_rng(0).random((16, 16)), axis=1)[:, ::-1] * 0.9
-    assert expected_lengths(rates, steps, topk, budget)[-1] == pytest.approx(brute_force_length(rates, steps, topk, budget))
+    assert expected_lengths(rates, steps, topk, budget)[-1] == pytest.approx(
+        brute_force_length(rates, steps, topk, budget)
+    )
 
 
 def test_calibration_learns_rates_and_corrects_claims() -> None:

@@ -97,24 +97,27 @@ class TracedExecutor:
         self._decode_only = False
 
     def target(self, feeds: Feeds) -> StepResult:
-        """The first pass of a step that has prompts to read is a prefill."""
+        """The first pass of a step that has prompts to read is a prefill: one range up to the end of its commit."""
         reading = any(r.phase is Phase.PREFILL for r in self._tracer.requests)
         self._tracer.prefilling = reading and not self._decode_only
         self._decode_only = True
         batch, nodes = feeds["token_ids"].shape
         self._tracer.open("prefill" if self._tracer.prefilling else "verify", batch, nodes)
         result = self._inner.target(feeds)
-        self._tracer.open("prefill" if self._tracer.prefilling else "accept", batch, nodes)
+        if not self._tracer.prefilling:
+            self._tracer.open("accept", batch, nodes)
         return result
 
     def draft(self, steps: int, topk: int, feeds: Feeds) -> DraftResult:
-        self._tracer.open("draft" if steps else "prefill", len(feeds["positions"]), steps * topk)
+        candidates = topk + (steps - 1) * topk * topk if steps else 0
+        self._tracer.open("draft" if steps else "prefill", len(feeds["positions"]), candidates)
         result = self._inner.draft(steps, topk, feeds)
         self._tracer.open("host")
         return result
 
     def commit(self, step: Scratch, draft: Scratch | None, feeds: Feeds) -> None:
-        self._tracer.open("prefill" if self._tracer.prefilling else "commit")
+        if not self._tracer.prefilling:
+            self._tracer.open("commit")
         self._inner.commit(step, draft, feeds)
         self._tracer.open("host")
 

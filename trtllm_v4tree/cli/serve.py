@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -13,11 +14,13 @@ import typer
 
 from trtllm_v4tree.cli.output import stderr
 from trtllm_v4tree.errors import ConfigError, EngineFormatError
+from trtllm_v4tree.serving.events import ServingError
 
 if TYPE_CHECKING:
     from trtllm_v4tree.serving.launch import Endpoints, TritonProcess
     from trtllm_v4tree.serving.remote import RemoteLoop
 
+WATCH_S = 1.0
 KEY_VARIABLE = "V4TREE_API_KEY"
 
 
@@ -97,15 +100,27 @@ async def _until_stopped(
 
         server = await openai_server.start(app, endpoints.host, openai_port, grace_s)
     _announce(endpoints, openai_port)
-    while not stopping.is_set() and process.process.poll() is None:
-        await asyncio.wait([asyncio.create_task(stopping.wait())], timeout=0.5)
-    if not stopping.is_set():
-        raise LaunchError(f"tritonserver ended with status {process.process.returncode}; its messages are above.")
+    while not stopping.is_set():
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stopping.wait(), WATCH_S)
+        if process.process.poll() is not None:
+            raise LaunchError(f"tritonserver ended with status {process.process.returncode}; its messages are above.")
+        if not stopping.is_set() and not await asyncio.to_thread(_alive, remote):
+            raise LaunchError("the engine's process ended, and Triton does not start it again: start the server again.")
     stderr.print(f"stopping: running requests have {grace_s} s to end")
     ended = await asyncio.to_thread(remote.drain, grace_s)
     if server is not None:
         await openai_server.stop(server)
     stderr.print("stopped" if ended else "stopped; some requests did not end in time")
+
+
+def _alive(remote: RemoteLoop) -> bool:
+    """Whether the engine's process answers; a busy one has time."""
+    try:
+        remote.stats(timeout_s=60.0)
+    except ServingError:
+        return False
+    return True
 
 
 def _announce(endpoints: Endpoints, openai_port: int | None) -> None:

@@ -46,7 +46,6 @@ from trtllm_v4tree.runtime.tables import (
 from trtllm_v4tree.runtime.tree import Ints, Speculation, chain, parse_speculation, select_nodes
 from trtllm_v4tree.sizes import EngineSizes
 
-
 UNDECIDED = -2
 """Stands for a token whose choice must be made again."""
 
@@ -113,8 +112,6 @@ class Engine:
         self.clock = PhaseClock()
         self.observer: Callable[[Tree, Walk], None] | None = None
         self._slots = _Slots(self.sizes)
-        self._queue: deque[Request] = deque()
-        self._active: list[Request] = []
         self._in_pass: list[Request] = []
         self._ids = itertools.count()
 
@@ -219,7 +216,8 @@ class Engine:
         """As many prompts as fill one chunk of tokens; at least one, and in deterministic mode no more."""
         if self.deterministic:
             return prefilling[:1]
-        batch, tokens = [], 0
+        batch: list[Request] = []
+        tokens = 0
         for request in prefilling:
             left = min(len(request.prefill_ids) - request.prefilled, self.sizes.prefill_chunk)
             if batch and tokens + left > self.sizes.prefill_chunk:
@@ -253,7 +251,9 @@ class Engine:
         self.clock.mark("prefill")
         return deltas
 
-    def _first_tokens(self, batch: list[Request], parts: list[list[int]], result: StepResult) -> tuple[list[Delta], list[int]]:
+    def _first_tokens(
+        self, batch: list[Request], parts: list[list[int]], result: StepResult
+    ) -> tuple[list[Delta], list[int]]:
         """The token after each chunk: the prompt's own, or for the last chunk the first one generated."""
         deltas, following = [], []
         for row, request in enumerate(batch):
@@ -377,7 +377,9 @@ class Engine:
         certain = is_certain(edited, chosen, *keyed) if self.deterministic else np.ones(len(chosen), bool)
         return chosen, certain
 
-    def _edit(self, requests: list[Request], logits: NDArray[np.float32], prefixes: list[list[int]]) -> NDArray[np.float32]:
+    def _edit(
+        self, requests: list[Request], logits: NDArray[np.float32], prefixes: list[list[int]]
+    ) -> NDArray[np.float32]:
         """Penalties and min_tokens of each row's request, on a copy if there are any."""
         edited = logits
         for row, request in enumerate(requests):
@@ -385,7 +387,9 @@ class Engine:
             if needs_logit_edits(p, len(request.output_ids) + len(prefixes[row])):
                 edited = logits.copy() if edited is logits else edited
                 rows = edited[row : row + 1]
-                apply_penalties(rows, request.prompt_ids, request.output_ids, [prefixes[row]], p, self.config.eos_token_ids)
+                apply_penalties(
+                    rows, request.prompt_ids, request.output_ids, [prefixes[row]], p, self.config.eos_token_ids
+                )
         return edited
 
     def _finish(self, batch: list[Request], visited: Walk, result: StepResult) -> tuple[list[Delta], Ints]:
@@ -395,7 +399,11 @@ class Engine:
         for row, request in enumerate(batch):
             count = int(visited.counts[row])
             run = runs[row][:count]
-            logprobs = self._logprobs(request, result.logits[row, paths[row][:count]], run) if request.params.logprobs is not None else []
+            logprobs = (
+                self._logprobs(request, result.logits[row, paths[row][:count]], run)
+                if request.params.logprobs is not None
+                else []
+            )
             delta = request.accept(run, logprobs)
             request.metrics.count(len(delta.token_ids))
             deltas.append(delta)
@@ -432,7 +440,9 @@ def make_policy(
         if not sizes.has_mtp or not shapes:
             raise RequestError("speculation 'auto' needs a drafter, and this engine has none: use none.")
         if latency is None:
-            raise RequestError("speculation 'auto' needs the latency table of the build: build again without --no_latency_table.")
+            raise RequestError(
+                "speculation 'auto' needs the latency table of the build: build again without --no_latency_table."
+            )
         return AutoPolicy(shapes, latency, sizes.max_verify_tokens)
     spec = check_speculation(name, sizes, shapes)
     return None if spec is None else FixedPolicy(spec)

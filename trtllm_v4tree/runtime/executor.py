@@ -66,7 +66,9 @@ class Executor(Protocol):
 class _Graph:
     """One session. A graph that writes states has them bound once, in place; any other is called with the pools as they are."""
 
-    def __init__(self, path: Path, spec: GraphContract, states: Mapping[str, NDArray[np.float32]], threads: int) -> None:
+    def __init__(
+        self, path: Path, spec: GraphContract, states: Mapping[str, NDArray[np.float32]], threads: int
+    ) -> None:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
@@ -119,7 +121,9 @@ class _Graph:
 def _check_contract(path: Path, session: Any, spec: GraphContract) -> None:
     """EngineFormatError unless names, dtypes and fixed dimensions of the graph are those of its contract."""
     states = {t.name for t in spec.inputs if t.role == "state"}
-    wanted = {t.name: t for t in spec.inputs} | {f"new_{t.name}" if t.name in states else t.name: t for t in spec.outputs}
+    wanted = {t.name: t for t in spec.inputs} | {
+        f"new_{t.name}" if t.name in states else t.name: t for t in spec.outputs
+    }
     values = [*session.get_inputs(), *session.get_outputs()]
     dtypes = {"float32": "tensor(float)", "int64": "tensor(int64)"}
     missing = {t.name for t in spec.inputs} ^ {i.name for i in session.get_inputs()}
@@ -181,7 +185,11 @@ class OnnxRuntimeExecutor:
 
     def reset(self, slot: int) -> None:
         """Empties the compressor states of a slot: rows of weight zero."""
-        for name, layers in (("csa_state", self.sizes.num_csa), ("idx_state", self.sizes.num_csa), ("hca_state", self.sizes.num_hca)):
+        for name, layers in (
+            ("csa_state", self.sizes.num_csa),
+            ("idx_state", self.sizes.num_csa),
+            ("hca_state", self.sizes.num_hca),
+        ):
             if name in self.states:
                 rows = self.states[name].reshape(layers, self.sizes.num_slots, -1, 2, self.states[name].shape[-1] // 2)
                 rows[:, slot, :, 0], rows[:, slot, :, 1] = NEGATIVE, 0

@@ -21,21 +21,23 @@ class Candidates(NamedTuple):
 
     parents: Ints
     tokens: Ints
-    scores: Floats
+    scores: NDArray[np.floating]
 
 
 class Choice(NamedTuple):
     """What to verify: the `budgets[b]` best nodes (root included) by `scores` [B, C], which never rise from parent to child."""
 
-    scores: Floats
+    scores: NDArray[np.floating]
     budgets: Ints
 
 
 class Policy(Protocol):
     """`shape` is asked before a draft round, `choose` after it, `observe` after acceptance."""
 
-    shapes: tuple[tuple[int, int], ...]
-    max_nodes: int
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Every draft round it may ask for."""
+        ...
 
     def shape(self, batch: int) -> tuple[int, int] | None: ...
 
@@ -70,7 +72,14 @@ class AutoPolicy:
     `explore_every` rounds the widest affordable shape keeps the rates of deeper levels alive.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], table: LatencyTable, max_nodes: int, plan_every: int = 32, explore_every: int = 96) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        table: LatencyTable,
+        max_nodes: int,
+        plan_every: int = 32,
+        explore_every: int = 96,
+    ) -> None:
         self.shapes, self.table, self.max_nodes = tuple(shapes), table, max_nodes
         self.plan_every, self.explore_every = plan_every, explore_every
         self.calibration = Calibration()
@@ -109,7 +118,9 @@ class AutoPolicy:
         parent = candidates.parents[b, candidate]
         reached = (parent < 0) | accepted[b, np.maximum(parent, 0)]
         b, candidate = b[reached], candidate[reached]
-        self.calibration.update(shape.depth[candidate], shape.rank[candidate], local[b, candidate], accepted[b, candidate])
+        self.calibration.update(
+            shape.depth[candidate], shape.rank[candidate], local[b, candidate], accepted[b, candidate]
+        )
 
 
 def local_scores(candidates: Candidates) -> Floats:

@@ -58,7 +58,12 @@ class Request:
     """State of one request. `slot` and `pages` are set while it is admitted."""
 
     def __init__(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, rules: FinishRules, decoder: Decoder | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        rules: FinishRules,
+        decoder: Decoder | None,
     ) -> None:
         self.id, self.prompt_ids, self.params, self.rules = request_id, prompt_ids, params, rules
         self.seed = params.seed if params.seed is not None else secrets.randbits(62)
@@ -132,4 +137,3 @@ class Request:
         else:
             self._full = self._full[: cut.text_length]
         self._shown = len(self._full)
-

@@ -53,10 +53,10 @@ class Tree:
 
 
 class Boundary(NamedTuple):
-    """A node that completes a window: its sequence, its index among the sequence's boundary nodes, node id and depth."""
+    """A node that completes a window: its sequence, its ordinal among the sequence's boundary nodes, node id and depth."""
 
     row: int
-    index: int
+    ordinal: int
     node: int
     depth: int
 
@@ -153,7 +153,7 @@ def find_boundaries(tree: Tree, positions: Ints, ratio: int) -> list[Boundary]:
 
 def climb(parents: list[int], node: int, count: int) -> list[int]:
     """The node and its ancestors, at most `count`, topmost first."""
-    path = []
+    path: list[int] = []
     while node >= 0 and len(path) < count:
         path.append(node)
         node = parents[node]
@@ -211,14 +211,16 @@ def _entry_feeds(kind: _Kind, seqs: Sequences, tree: Tree, found: list[Boundary]
     counts = seqs.lengths // kind.ratio
     rows = entry_rows(seqs.pages, counts, kind.page_rows)
     batch, n = tree.parents.shape
-    most = 1 + max((at.index for at in found), default=-1)
+    most = 1 + max((at.ordinal for at in found), default=-1)
     entries = rows.shape[1]
     mask = np.zeros((batch, n, entries + most), np.float32)
     if batch > 1:
-        mask[:, :, :entries][np.broadcast_to((np.arange(entries) >= counts[:, None])[:, None], (batch, n, entries))] = _HIDDEN
+        mask[:, :, :entries][np.broadcast_to((np.arange(entries) >= counts[:, None])[:, None], (batch, n, entries))] = (
+            _HIDDEN
+        )
     mask[:, :, entries:] = _HIDDEN
     for at in found:
-        mask[at.row, tree.reach[at.row, :, at.node], entries + at.index] = 0
+        mask[at.row, tree.reach[at.row, :, at.node], entries + at.ordinal] = 0
     table, positions = _pool_table(kind, seqs, tree, found, most)
     return {
         f"{kind.name}_rows": rows,
@@ -241,14 +243,12 @@ def _pool_table(kind: _Kind, seqs: Sequences, tree: Tree, found: list[Boundary],
     table = np.full((batch, most, len(rows[0])), null, np.int64)
     positions = np.zeros((batch, most), np.int64)
     for at, row in zip(found, rows, strict=True):
-        table[at.row, at.index] = row
-        positions[at.row, at.index] = (lengths[at.row] + at.depth) // kind.ratio * kind.ratio
+        table[at.row, at.ordinal] = row
+        positions[at.row, at.ordinal] = (lengths[at.row] + at.depth) // kind.ratio * kind.ratio
     return table, positions
 
 
-def commit_tables(
-    sizes: EngineSizes, step: StepTables, path: Ints, counts: Ints, unread: Ints | None = None
-) -> Feeds:
+def commit_tables(sizes: EngineSizes, step: StepTables, path: Ints, counts: Ints, unread: Ints | None = None) -> Feeds:
     """Inputs of `commit` for accepted node ids `path` [B, T] of which the first `counts` [B] are kept (law 2).
 
     unread [B]: rows of the streams pool that the drafter has yet to read; new ones go behind them.
@@ -257,7 +257,9 @@ def commit_tables(
     slots, lengths, kept = seqs.slots.tolist(), seqs.lengths.tolist(), counts.tolist()
     paths = [line[:k] for line, k in zip(path.tolist(), kept, strict=True)]
     behind = [0] * len(slots) if unread is None else unread.tolist()
-    accepted, ring, streams = [], [], []
+    accepted: list[int] = []
+    ring: list[int] = []
+    streams: list[int] = []
     for b, line in enumerate(paths):
         base, length, k = 1 + slots[b] * w, lengths[b], kept[b]
         accepted += [b * n + node for node in line]
@@ -284,14 +286,14 @@ def _ints(values: list[int] | list[list[int]]) -> Ints:
 def _emitted(kind: _Kind, step: StepTables, paths: list[list[int]]) -> Feeds:
     """Accepted boundary nodes and the entry rows they go to."""
     found = step.boundaries[kind.name]
-    most = 1 + max((at.index for at in found), default=-1)
+    most = 1 + max((at.ordinal for at in found), default=-1)
     source, target = [], []
     for at in found:
         line = paths[at.row]
         if at.depth < len(line) and line[at.depth] == at.node:
             entry = int(step.seqs.lengths[at.row] + at.depth) // kind.ratio
             page = int(step.seqs.pages[at.row, entry // kind.page_rows])
-            source.append(at.row * most + at.index)
+            source.append(at.row * most + at.ordinal)
             target.append(1 + page * kind.page_rows + entry % kind.page_rows)
     return {f"{kind.name}_emitted": _ints(source), f"{kind.name}_dst": _ints(target)}
 

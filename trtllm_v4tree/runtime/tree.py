@@ -38,11 +38,15 @@ def parse_speculation(name: str) -> Speculation | None:
         return None
     match = _NAME.fullmatch(name)
     if match is None:
-        raise RequestError(f"speculation {name!r} is unknown: use none, auto or sN_kK_dD, for example s4_k3_d8 (tree) or s7_k1_d8 (chain).")
+        raise RequestError(
+            f"speculation {name!r} is unknown: use none, auto or sN_kK_dD, for example s4_k3_d8 (tree) or s7_k1_d8 (chain)."
+        )
     steps, topk, budget = map(int, match.groups())
     candidates = topk + (steps - 1) * topk * topk
     if steps < 1 or topk < 1 or budget < 2:
-        raise RequestError(f"speculation {name!r} drafts nothing: steps and topk start at 1 and d at 2 (the root is counted).")
+        raise RequestError(
+            f"speculation {name!r} drafts nothing: steps and topk start at 1 and d at 2 (the root is counted)."
+        )
     if budget - 1 > candidates:
         raise RequestError(
             f"speculation {name!r} verifies {budget - 1} drafted tokens but s{steps}_k{topk} drafts only {candidates}: use d{candidates + 1} or less."
@@ -73,11 +77,7 @@ def ancestors(parents: Ints) -> Bools:
     return reach
 
 
-
-
-def select_nodes(
-    scores: NDArray[np.floating], parents: Ints, tokens: Ints, budgets: Ints
-) -> tuple[Ints, Ints, Ints]:
+def select_nodes(scores: NDArray[np.floating], parents: Ints, tokens: Ints, budgets: Ints) -> tuple[Ints, Ints, Ints]:
     """The best candidates of every sequence as a tree: candidates [B, C] by level -> candidate (-1 root, -2 padding), parent and
     token of each node [B, N], root at 0.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import secrets
@@ -166,7 +168,13 @@ class TritonProcess:
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
             f"--log-info={'true' if verbose else 'false'}",
         ]  # fmt: skip
-        self.process = subprocess.Popen(arguments, env={**os.environ, **triton.environment}, start_new_session=True, stdout=sys.stderr)
+        self.process = subprocess.Popen(
+            arguments,
+            env={**os.environ, **triton.environment},
+            start_new_session=True,
+            stdout=sys.stderr,
+            preexec_fn=_end_with_parent,
+        )
 
     def ready(self) -> bool:
         """Whether every model answers."""
@@ -187,11 +195,16 @@ class TritonProcess:
             time.sleep(0.1)
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL to its whole session if that does not end it."""
+        """SIGTERM, then SIGKILL to what is left of its session."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when `v4tree serve` dies, even by SIGKILL (Linux, PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

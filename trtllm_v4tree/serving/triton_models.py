@@ -2,8 +2,7 @@
 
 Triton runs each python model in a process of its own, so one engine for all models means one owner. The owner is the token model; it
 shares its engine thread by a Unix socket rather than by BLS, because a socket carries one frame per round for all streams (BLS: one
-message per stream and chunk through the server process), keeps typed errors, and passes a cancel on at once. If the owner's process
-dies, Triton starts it again and the other models reconnect.
+message per stream and chunk through the server process), keeps typed errors, and passes a cancel on at once.
 """
 
 from __future__ import annotations
@@ -135,6 +134,7 @@ class _Model:
         self._events: SimpleQueue[tuple[_Live, Event] | None] = SimpleQueue()
         self._round = threading.Event()
         self._closing = False
+        self._server_pid = os.getppid()
 
     def start(self, model_config: dict[str, Any]) -> None:
         self.settings = Settings.of(model_config)
@@ -256,6 +256,8 @@ class _Model:
 
     def _poll_cancelled(self) -> None:
         while not self._closing:
+            if os.getppid() != self._server_pid:
+                os._exit(1)  # the server died without a word; nobody else would end this process
             self._round.wait(CANCEL_POLL_S)
             self._round.clear()
             for live in list(self._live):
