@@ -88,8 +88,9 @@ def main() -> int:
     parser.add_argument("--max_tokens", type=int, default=128)
     parser.add_argument("--budgets", default="5,6,7,8")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
-    llm = LLM(args.engine_dir, deterministic=args.deterministic)
+    llm = LLM(args.engine_dir, deterministic=args.deterministic, threads=args.threads)
     assert llm.tokenizer is not None
     texts = [p for d in args.dataset for p in load_prompts(DatasetSpec.parse(d), args.prompts)]
     prompts = [llm.tokenizer.chat([("user", t)]) for t in texts]

@@ -193,6 +193,15 @@ def _loadable(directory: Path, verify_hashes: bool) -> Manifest:
     return manifest
 
 
+def check_engine(engine_dir: str | Path, speculation: str) -> Manifest:
+    """The manifest, after the checks of `LLM` that need no graph loaded; raises as it does."""
+    directory = Path(engine_dir)
+    manifest = _loadable(directory, verify_hashes=False)
+    _check_name(speculation)
+    make_policy(speculation, manifest.sizes, manifest.draft_shapes, _latency(directory))
+    return manifest
+
+
 def _tokenizer(directory: Path) -> EngineTokenizer | None:
     path = directory / "tokenizer.json"
     return EngineTokenizer(path) if path.is_file() else None

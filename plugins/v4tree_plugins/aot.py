@@ -28,6 +28,8 @@ CAPABILITIES = (80, 90, 100, 120)
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Most shared memory of one block in bytes (CUDA programming guide, maximum per thread block)."""
 DTYPES = ("fp32", "fp16", "bf16")
+SCORE_GROUP, COMBINE_ROWS = 8, 4
+"""Nodes that one program of the index score handles, and query rows of one of the combine."""
 
 
 @dataclass(frozen=True)
@@ -68,46 +70,91 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
     """Compiles for `sm_<capability>`; raises what Triton or ptxas raises."""
     order = variant.kernel.arg_names
     signature = {name: variant.signature.get(name, "constexpr") for name in order}
-    aligned = {(order.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")}
+    aligned = {
+        (order.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")
+    }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spills = ptxas_figures(built.asm["ptx"])
     meta = built.metadata
     return Compiled(
-        variant.name, capability, meta.num_warps, meta.shared, registers, spills, meta.name, built.asm["ptx"], built.asm["cubin"]
+        variant.name,
+        capability,
+        meta.num_warps,
+        meta.shared,
+        registers,
+        spills,
+        meta.name,
+        built.asm["ptx"],
+        built.asm["cubin"],
     )
 
 
 def ptxas_figures(ptx: str) -> tuple[int, int]:
     """(registers per thread, bytes of spill stores and loads) that `ptxas -v` reports."""
-    binary = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
-    match = re.search(r"\.target (sm_\w+)", ptx)
-    assert match is not None
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [binary, "-v", f"--gpu-name={match[1]}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    report, _ = assemble(ptx)
     registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
     return registers, spills
 
 
-def pool_variant(dtype: str, dim: int, states: int, block: int = 8) -> Variant:
+def assemble(ptx: str) -> tuple[str, bytes]:
+    """The report of `ptxas -v` and the cubin, for the chip that the PTX names."""
+    binary = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas-blackwell"
+    match = re.search(r"\.target (sm_\w+)", ptx)
+    assert match is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [str(binary), "-v", f"--gpu-name={match[1]}", str(source), "-o", str(target)]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        return report, target.read_bytes()
+
+
+def without_hidden_parameters(ptx: str) -> str:
+    """PTX whose entry takes only the declared arguments.
+
+    Triton appends two pointers (global and profile scratch) that nothing reads when both are of size 0; a launcher that knows only
+    the declared arguments, as TensorRT's, would leave them undefined.
+    """
+    head, params, body = re.split(r"(\.entry \w+\(.*?\n\))", ptx, maxsplit=1, flags=re.S)
+    names = re.findall(r"(\w+_param_\d+)", params)
+    for name in names[-2:]:
+        assert not re.search(rf"\b{name}\b", body), f"{name} is read: the kernel needs scratch memory"
+    lines = [line for line in params.splitlines() if not any(re.search(rf"\b{name}\b", line) for name in names[-2:])]
+    lines[-2] = lines[-2].rstrip(",")
+    return head + "\n".join(lines) + body
+
+
+def pool_variant(dtype: str, dim: int, states: int, block: int = 8, rope: int = 64, eps: float = 1e-6) -> Variant:
     """Tree pool for CSA (3 states) or HCA (1): fp32 states, raw rows and entries of `dtype`."""
     signature = {"state": "*fp32", "slots": "*i64", "raw": f"*{dtype}", "table": "*i64", "norm": f"*{dtype}"}
-    signature |= {"cos": "*fp32", "sin": "*fp32", "num_entries": "i32", "raw_rows": "i32", "S": "i32", "out": f"*{dtype}"}
-    constants = {"DIM": dim, "ROPE": 64, "STATES": states, "BLOCK": block, "EPS": 1e-6}
+    signature |= {
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "num_entries": "i32",
+        "raw_rows": "i32",
+        "S": "i32",
+        "out": f"*{dtype}",
+    }
+    constants = {"DIM": dim, "ROPE": rope, "STATES": states, "BLOCK": block, "EPS": eps}
     return Variant(f"tree_pool_{'csa' if states == 3 else 'hca'}_{dim}_{dtype}", tree_pool_kernel, signature, constants)
 
 
-def score_variant(dtype: str, block: int = 64) -> Variant:
-    """Indexer scores of 64 heads of 128."""
-    signature = {"query": f"*{dtype}", "weights": f"*{dtype}", "entries": f"*{dtype}", "rows": "*i64", "branch": f"*{dtype}"}
-    signature |= {"mask": "*fp32", "nodes": "i32", "num_rows": "i32", "num_branch": "i32", "out": "*fp32"}
-    constants = {"DIM": 128, "HEADS": 64, "GROUP": 8, "BLOCK": block, "PRECISION": "tf32x3"}
-    return Variant(f"tree_index_score_{dtype}", tree_index_score_kernel, signature, constants)
+def score_blocks(dtype: str) -> tuple[int, ...]:
+    """Keys of a block of the index score, the first one the default."""
+    return (16, 32) if dtype == "fp32" else (64, 32)
+
+
+def score_variant(dtype: str, block: int, heads: int = 64, dim: int = 128) -> Variant:
+    """Indexer scores; 8 warps for fp32, whose products would spill with 4."""
+    activations = dict.fromkeys(("query", "weights", "entries", "branch"), f"*{dtype}")
+    counts = dict.fromkeys(("nodes", "num_rows", "num_branch"), "i32")
+    signature = activations | counts | {"rows": "*i64", "mask": "*fp32", "out": "*fp32"}
+    constants = {"DIM": dim, "HEADS": heads, "GROUP": SCORE_GROUP, "BLOCK": block, "PRECISION": "tf32x3"}
+    warps = 8 if dtype == "fp32" else 4
+    return Variant(f"tree_index_score_{dtype}", tree_index_score_kernel, signature, constants, warps)
 
 
 @dataclass(frozen=True)
@@ -129,23 +176,29 @@ def attention_tiles(dtype: str, capability: int) -> tuple[Tile, ...]:
     return (Tile(32, 32, 8, 2), Tile(16, 32, 4, 2))
 
 
-def attention_variant(dtype: str, heads: int, tile: Tile, splits: int) -> Variant:
-    """Tree attention of `heads` heads of 512; splits 1 finishes in the kernel."""
+def attention_variant(
+    dtype: str, heads: int, tile: Tile, splits: int, dim: int = 512, rope: int = 64, packed: bool = False
+) -> Variant:
+    """Tree attention; splits 1 finishes in the kernel. With `packed` both masks are tables of `pack_masks`."""
     pool = dict.fromkeys(("q", "window", "nodes", "entries", "branch"), f"*{dtype}")
     tables = dict.fromkeys(("window_rows", "entry_rows"), "*i64")
-    floats = dict.fromkeys(("node_mask", "entry_mask", "sink", "cos", "sin", "out_max", "out_sum"), "*fp32")
+    masks = dict.fromkeys(("node_mask", "entry_mask"), "*i64" if packed else "*fp32")
+    floats = dict.fromkeys(("sink", "cos", "sin", "out_max", "out_sum"), "*fp32")
     counts = dict.fromkeys(("num_nodes", "num_window", "num_entries", "num_branch", "entry_stride"), "i32")
-    signature = pool | tables | floats | counts | {"scale": "fp32", "out": "*fp32" if splits > 1 else f"*{dtype}"}
-    constants = {"HEADS": heads, "DIM": 512, "ROPE": 64, "SPLITS": splits, "PRECISION": "tf32x3"}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "CHUNK": 32 if dtype == "fp32" else 512}
-    name = f"tree_attention_h{heads}_s{splits}_{dtype}"
+    signature = pool | tables | masks | floats | counts | {"out": "*fp32" if splits > 1 else f"*{dtype}"}
+    constants: dict[str, Any] = {"SCALE": dim**-0.5, "HEADS": heads, "DIM": dim, "ROPE": rope, "SPLITS": splits}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "CHUNK": 32 if dtype == "fp32" else dim}
+    constants |= {"PRECISION": "tf32x3", "PACKED": packed}
+    if splits == 1:
+        constants |= {name: None for name in ("out_max", "out_sum") if signature.pop(name)}
+    name = f"tree_attention_h{heads}_s{splits}{'_packed' if packed else ''}_{dtype}"
     return Variant(name, tree_attention_kernel, signature, constants, tile.num_warps, tile.num_stages)
 
 
-def combine_variant(dtype: str, heads: int, splits: int = 16) -> Variant:
+def combine_variant(dtype: str, heads: int, splits: int = 16, dim: int = 512, rope: int = 64) -> Variant:
     signature = dict.fromkeys(("partial", "part_max", "part_sum", "sink", "cos", "sin"), "*fp32")
-    signature |= {"num_nodes": "i32", "out": f"*{dtype}"}
-    constants = {"HEADS": heads, "DIM": 512, "ROPE": 64, "SPLITS": splits, "BLOCK_M": 4}
+    signature |= {"like": f"*{dtype}", "num_nodes": "i32", "out": f"*{dtype}"}
+    constants = {"HEADS": heads, "DIM": dim, "ROPE": rope, "SPLITS": splits, "BLOCK_M": COMBINE_ROWS}
     return Variant(f"combine_h{heads}_s{splits}_{dtype}", combine_kernel, signature, constants)
 
 
@@ -166,9 +219,10 @@ def variants(dtype: str, capability: int) -> list[Variant]:
     """Everything that must compile for one dtype and chip."""
     tile = attention_tiles(dtype, capability)[0]
     out = [pool_variant(dtype, dim, states) for dim, states in ((512, 3), (128, 3), (512, 1))]
-    out += [score_variant(dtype), *commit_variants(dtype)]
+    out += [score_variant(dtype, score_blocks(dtype)[0]), *commit_variants(dtype)]
     for heads in (64, 128):
-        out += [attention_variant(dtype, heads, tile, splits) for splits in (1, 16)]
+        for packed in (False, True):
+            out += [attention_variant(dtype, heads, tile, splits, packed=packed) for splits in (1, 16)]
         out.append(combine_variant(dtype, heads))
     return out
 
@@ -178,7 +232,9 @@ def table_line(c: Compiled) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Compile every kernel ahead of time and print shared memory, registers and spills.")
+    parser = argparse.ArgumentParser(
+        description="Compile every kernel ahead of time and print shared memory, registers and spills."
+    )
     parser.add_argument("--capability", type=int, choices=CAPABILITIES, action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
     parser.add_argument("--only", default="", help="part of a variant's name")

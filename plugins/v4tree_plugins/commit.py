@@ -25,7 +25,20 @@ def scatter_rows_kernel(scratch, source, pool, target, scratch_rows, pool_rows_p
 
 
 @triton.jit
-def fold_row(state, raw, table, slot, batch, raw_rows, channel, S, DIM: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def fold_row(
+    state,
+    raw,
+    table,
+    slot,
+    batch,
+    raw_rows,
+    channel,
+    S,
+    DIM: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """(logsumexp of scores, weighted mean of kv) of a fold line; a single row comes out bit for bit."""
     top, total, value = pool_rows(state, raw, table, slot, batch, raw_rows, channel, S, DIM, STATES, BLOCK, WIDTH)
     return top + tl.log(total), value / total
@@ -66,7 +79,15 @@ def scatter_rows(scratch: torch.Tensor, source: torch.Tensor, pool: torch.Tensor
         )
 
 
-def fold(state: torch.Tensor, slots: torch.Tensor, raw: torch.Tensor, table: torch.Tensor, *, block: int = 4, width: int = 128) -> None:
+def fold(
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    raw: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    block: int = 4,
+    width: int = 128,
+) -> None:
     """state [L * slots, STATES, 2 dim] fp32 in place, slots [B], raw [L, B, rows, 2 dim], table [B, STATES, S]."""
     layers, b, rows, wide = raw.shape
     dim = wide // 2
@@ -94,5 +115,7 @@ def naive_fold(state: np.ndarray, slots: np.ndarray, raw: np.ndarray, table: np.
     for layer, b in np.ndindex(*raw.shape[:2]):
         at = layer * stride + slots[b]
         for i, line in enumerate(table[b]):
-            out[at, i] = np.concatenate(naive_pool_row(naive_rows(state[at].astype(np.float64), raw[layer, b], line), dim))
+            out[at, i] = np.concatenate(
+                naive_pool_row(naive_rows(state[at].astype(np.float64), raw[layer, b], line), dim)
+            )
     return out

@@ -14,22 +14,44 @@ import triton
 import triton.language as tl
 
 from v4tree_plugins.dot import default_precision, dot, dot_add
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def additive_bias(mask, line, key, width):
+    """Additive mask [M, K] of the lines b * N + n (-1: no such row) and keys of a segment."""
+    use = (line >= 0)[:, None] & (key < width)[None, :]
+    return tl.load(mask + line[:, None] * width + key[None, :], mask=use, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def packed_bias(packed, line, key, paged_keys, own_keys, column, skipped):
+    """The same from packed visibility [B, N, 4]: how many paged keys after the `skipped` first a node sees, and a bit per own key."""
+    seen = tl.load(packed + line * 4 + column, mask=line >= 0, other=0)
+    bits = tl.load(packed + line * 4 + column + 1, mask=line >= 0, other=0)
+    own = tl.minimum(tl.maximum(key - paged_keys, 0), 63).to(tl.int64)
+    visible = ((bits[:, None] >> own[None, :]) & 1) != 0
+    visible = visible & ((key >= paged_keys) & (key < paged_keys + own_keys))[None, :]
+    index = key - skipped
+    paged = (index[None, :] < seen[:, None]) & ((index >= 0) & (key < paged_keys))[None, :]
+    return tl.where(visible | paged, 0.0, float("-inf"))
+
+
+@triton.jit
 def key_block(
-    pool, rows, own, mask, key, paged_keys, own_keys, batch, line, node_lines, row_stride, DIM: tl.constexpr
+    pool, rows, own, mask, key, paged_keys, own_keys, batch, line, node_lines, row_stride, column, skipped,
+    DIM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of a segment [rows of a pool | rows of this pass]: pointers to its keys [K], which of them any row sees [K], and
     the additive mask [M, K].
 
     line [M] is the mask line of each query row (b * N + n; -1 for a row that does not exist).
     """
-    width = paged_keys + own_keys
-    inside = (key >= 0) & (key < width)
-    use = (line >= 0)[:, None] & inside[None, :]
-    bias = tl.load(mask + line[:, None] * width + key[None, :], mask=use, other=float("-inf")).to(tl.float32)
+    if PACKED:
+        bias = packed_bias(mask, line, key, paged_keys, own_keys, column, skipped)
+    else:
+        bias = additive_bias(mask, line, key, paged_keys + own_keys)
     wanted = tl.max(bias, axis=0) > float("-inf")
     paged = key < paged_keys
     row = tl.load(rows + node_lines * row_stride + key, mask=wanted & paged, other=0).to(tl.int64)
@@ -75,13 +97,15 @@ def unrotate_stored(target, cos, sin, line, ROPE: tl.constexpr):
 @triton.jit
 def tree_attention_kernel(
     q, window, window_rows, nodes, node_mask, entries, entry_rows, branch, entry_mask, sink, cos, sin,
-    num_nodes, num_window, num_entries, num_branch, entry_stride, scale, out, out_max, out_sum,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
+    num_nodes, num_window, num_entries, num_branch, entry_stride, out, out_max, out_sum,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of N * HEADS rows, SPLITS, B). Key 0 of the window rows stands for the sink and is left out here.
 
     entry_stride is 0 when all nodes share entry_rows [B, E]; E when every node has its own [B, N, E] (then BLOCK_M divides HEADS).
+    PACKED: both masks are the table [B, N, 4] of `pack_masks`, for at most 64 nodes.
     CHUNK < DIM computes scores in slices of the head dim: for fp32, whose query tile does not fit the registers.
     SPLITS 1: out [B, N, HEADS, DIM] is finished. More: out [B, SPLITS, N * HEADS, DIM], out_max and out_sum [B, SPLITS, N * HEADS].
     """
@@ -110,18 +134,19 @@ def tree_attention_kernel(
             tl.where(local, window, entries), tl.where(local, window_rows, entry_rows), tl.where(local, nodes, branch),
             tl.where(local, node_mask, entry_mask), key, tl.where(local, num_window, num_entries),
             tl.where(local, num_nodes, num_branch), batch, line,
-            tl.where(local | (entry_stride == 0), batch, tile_node), tl.where(local, num_window, num_entries), DIM,
+            tl.where(local | (entry_stride == 0), batch, tile_node), tl.where(local, num_window, num_entries),
+            tl.where(local, 0, 2), tl.where(local, 1, 0), DIM, PACKED,
         )  # fmt: skip
         if CHUNK == DIM:
             k = load_rows(address, wanted, 0, DIM)
-            score = dot(x, tl.trans(k), PRECISION) * scale
+            score = dot(x, tl.trans(k), PRECISION) * SCALE
         else:
             score = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
             for part in tl.static_range(DIM // CHUNK):
                 part_x = load_rows(query, real, part * CHUNK, CHUNK)
                 part_k = load_rows(address, wanted, part * CHUNK, CHUNK)
                 score = dot_add(part_x, tl.trans(part_k), score, PRECISION)
-            score = score * scale
+            score = score * SCALE
             k = load_rows(address, wanted, 0, DIM)
         hidden = (bias == float("-inf")) | (local & (key == 0))[None, :]
         score = tl.where(hidden, float("-inf"), (score + bias) * LOG2E)
@@ -149,10 +174,13 @@ def tree_attention_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial, part_max, part_sum, sink, cos, sin, num_nodes, out,
+    partial, part_max, part_sum, sink, cos, sin, like, num_nodes, out,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Merges the splits of BLOCK_M query rows with the sink, and rotates back. Grid (tiles of N * HEADS rows, B)."""
+    """Merges the splits of BLOCK_M query rows with the sink, and rotates back. Grid (tiles of N * HEADS rows, B).
+
+    `like` is never read: a plugin's launch passes all its inputs, and this one gives the output's shape and dtype.
+    """
     batch = tl.program_id(1).to(tl.int64)
     rows = num_nodes * HEADS
     item = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -185,7 +213,7 @@ def tree_attention(
     """Rotated-back attention output [B, N, H, d] of q [B, N, H, d].
 
     window [R, d], window_rows [B, W], nodes [B, N, d], node_mask [B, N, W + N]; entries [R, d], entry_rows [B, E] or [B, N, E],
-    branch [B, M, d], entry_mask [B, N, E + M]; sink [H]; cos, sin [B, N, rope / 2].
+    branch [B, M, d], entry_mask [B, N, E + M]; sink [H]; cos, sin [B, N, rope / 2]. Both masks may be the table of `pack_masks`.
     """
     b, n, heads, dim = q.shape
     own_rows = entry_rows.dim() == 3
@@ -196,17 +224,36 @@ def tree_attention(
     tiles = triton.cdiv(n * heads, block_m)
     tree_attention_kernel[(tiles, splits, b)](
         q, window, window_rows, nodes, node_mask, entries, entry_rows, branch, entry_mask, sink, cos, sin,
-        n, window_rows.shape[1], entry_rows.shape[-1], branch.shape[1], int(own_rows), scale,
+        n, window_rows.shape[1], entry_rows.shape[-1], branch.shape[1], int(own_rows),
         partial if splits > 1 else out, top, total,
-        HEADS=heads, DIM=dim, ROPE=2 * cos.shape[-1], SPLITS=splits, BLOCK_M=block_m, BLOCK_K=block_k,
-        CHUNK=dim if q.dtype.itemsize == 2 else min(dim, 32), PRECISION=default_precision(), num_warps=num_warps, num_stages=num_stages,
+        SCALE=scale, HEADS=heads, DIM=dim, ROPE=2 * cos.shape[-1], SPLITS=splits, BLOCK_M=block_m, BLOCK_K=block_k,
+        CHUNK=dim if q.dtype.itemsize == 2 else min(dim, 32), PRECISION=default_precision(),
+        PACKED=node_mask.dtype == torch.int64, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(triton.cdiv(n * heads, 4), b)](
-            partial, top, total, sink, cos, sin, n, out,
+            partial, top, total, sink, cos, sin, q, n, out,
             HEADS=heads, DIM=dim, ROPE=2 * cos.shape[-1], SPLITS=splits, BLOCK_M=4,
         )  # fmt: skip
     return out
+
+
+def pack_masks(node_mask: np.ndarray, entry_mask: np.ndarray, window: int, entries: int) -> np.ndarray:
+    """Packed visibility [B, N, 4] of additive masks [B, N, W + N] and [B, N, E + M], W and E being `window` and `entries`.
+
+    Per node: newest window rows seen (the sink's row not counted), ancestors as bits, committed entries seen, branch entries as
+    bits. Raises ValueError for more than 64 nodes and for masks that are no such thing.
+    """
+    parts = []
+    for mask, paged, skipped in ((node_mask, window, 1), (entry_mask, entries, 0)):
+        visible = mask == 0
+        listed, own = visible[:, :, skipped:paged], visible[:, :, paged:]
+        seen = listed.sum(axis=2, dtype=np.int64)
+        if own.shape[2] > 64 or (listed != (np.arange(listed.shape[2]) < seen[:, :, None])).any():
+            raise ValueError("only prefixes of the rows and at most 64 nodes can be packed: use additive masks")
+        bits = (own.astype(np.uint64) << np.arange(own.shape[2], dtype=np.uint64)).sum(axis=2, dtype=np.uint64)
+        parts += [seen, bits.view(np.int64)]
+    return np.stack(parts, axis=2)
 
 
 def naive_keys(

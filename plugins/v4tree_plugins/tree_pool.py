@@ -16,7 +16,20 @@ NULL_SCORE = -1e30
 
 
 @triton.jit
-def row_block(state, raw, table, slot, batch, raw_rows, first, channel, S, DIM: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr):
+def row_block(
+    state,
+    raw,
+    table,
+    slot,
+    batch,
+    raw_rows,
+    first,
+    channel,
+    S,
+    DIM: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Scores and kv [BLOCK, len(channel)] of rows first .. of a table line: states, then the null row, then raw rows."""
     at = first + tl.arange(0, BLOCK)
     row = tl.load(table + at, mask=at < S, other=STATES).to(tl.int64)
@@ -31,7 +44,20 @@ def row_block(state, raw, table, slot, batch, raw_rows, first, channel, S, DIM: 
 
 
 @triton.jit
-def pool_rows(state, raw, table, slot, batch, raw_rows, channel, S, DIM: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def pool_rows(
+    state,
+    raw,
+    table,
+    slot,
+    batch,
+    raw_rows,
+    channel,
+    S,
+    DIM: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Running softmax over the S rows of a table line: max, sum of exp and weighted sum, each [WIDTH]."""
     top = tl.full([WIDTH], float("-inf"), tl.float32)
     total = tl.zeros([WIDTH], tl.float32)
@@ -53,11 +79,15 @@ def tree_pool_kernel(
     DIM: tl.constexpr, ROPE: tl.constexpr, STATES: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * M,). state [slots, STATES, 2 DIM], raw [B, raw_rows, 2 DIM], table [B, M, S], cos, sin [B, M, ROPE / 2]."""
+    if num_entries == 0:
+        return
     entry = tl.program_id(0).to(tl.int64)
     batch = entry // num_entries
     slot = tl.load(slots + batch).to(tl.int64)
     channel = tl.arange(0, DIM)
-    _, total, value = pool_rows(state, raw, table + entry * S, slot, batch, raw_rows, channel, S, DIM, STATES, BLOCK, DIM)
+    _, total, value = pool_rows(
+        state, raw, table + entry * S, slot, batch, raw_rows, channel, S, DIM, STATES, BLOCK, DIM
+    )
     pooled = value / total
     scale = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / DIM + EPS)
     normed = pooled * scale * tl.load(norm + channel).to(tl.float32)

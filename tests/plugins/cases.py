@@ -11,6 +11,8 @@ from trtllm_v4tree.runtime.tables import Sequences, StepTables, Tree, step_table
 from trtllm_v4tree.runtime.tree import PAD
 from trtllm_v4tree.sizes import EngineSizes
 
+DEVICE = "cpu"
+"""Where the operands live; `tests/gpu` runs the same tests with cuda."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 2e-2}
 
@@ -53,8 +55,8 @@ def real_nodes(step: StepTables) -> np.ndarray:
 def real_boundaries(step: StepTables, kind: str) -> np.ndarray:
     """[B, M]: true where a boundary node is no padding."""
     out = np.zeros(step.feeds[f"{kind}_entry_positions"].shape, bool)
-    for at in step.boundaries[kind]:
-        out[at.row, at.index] = True
+    for row, index, *_ in step.boundaries[kind]:
+        out[row, index] = True
     return out
 
 
@@ -66,25 +68,26 @@ class Draws:
     rng: np.random.Generator
 
     def tensor(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.from_numpy(self.rng.standard_normal(shape).astype(np.float32) * np.float32(scale)).to(self.dtype)
+        values = self.rng.standard_normal(shape).astype(np.float32) * np.float32(scale)
+        return torch.from_numpy(values).to(DEVICE, self.dtype)
 
     def pool(self, rows: int, named: np.ndarray, *width: int) -> torch.Tensor:
         """[rows, *width], NaN but for the rows that a table names; row 0 is zero."""
-        out = torch.full((rows, *width), float("nan"), dtype=self.dtype)
-        keep = torch.from_numpy(np.unique(named))
+        out = torch.full((rows, *width), float("nan"), dtype=self.dtype, device=DEVICE)
+        keep = to_torch(np.unique(named))
         out[keep] = self.tensor(len(keep), *width)
         out[0] = 0
         return out
 
 
 def f64(x: torch.Tensor) -> np.ndarray:
-    return x.to(torch.float64).numpy()
+    return x.cpu().to(torch.float64).numpy()
 
 
 def rotation(positions: np.ndarray, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 cos and sin [.., rope / 2]."""
     angle = positions[..., None] * (1e4 ** (-np.arange(rope // 2) / (rope // 2)))
-    return tuple(torch.from_numpy(f(angle).astype(np.float32)) for f in (np.cos, np.sin))  # type: ignore[return-value]
+    return tuple(torch.from_numpy(f(angle).astype(np.float32)).to(DEVICE) for f in (np.cos, np.sin))  # type: ignore[return-value]
 
 
 def relative_error(got: torch.Tensor, want: np.ndarray) -> float:
@@ -97,6 +100,4 @@ def relative_error(got: torch.Tensor, want: np.ndarray) -> float:
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
     """Tables and masks as the engine gets them."""
-    return torch.from_numpy(np.ascontiguousarray(array))
-
-
+    return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)

@@ -30,18 +30,18 @@ def test_fold(kind: str, dim: int) -> None:
         rows = np.concatenate([feeds["slots"] + layer * sizes.num_slots for layer in range(2)])
         state = draw.pool(2 * sizes.num_slots, rows, states, 2 * dim)
         raw, table = draw.tensor(2, 3, 12 * halves, 2 * dim), feeds[f"{kind}_fold_table"]
-        want = naive_fold(state.numpy(), feeds["slots"], cases.f64(raw), table)
+        want = naive_fold(cases.f64(state), feeds["slots"], cases.f64(raw), table)
         fold(state, cases.to_torch(feeds["slots"]), raw, cases.to_torch(table))
         touched = np.unique(rows)
-        assert cases.relative_error(state[torch.from_numpy(touched)], want[touched]) <= 1e-5
+        assert cases.relative_error(state[cases.to_torch(touched)], want[touched]) <= 1e-5
         untouched = np.setdiff1d(np.arange(1, len(want)), touched)
-        assert torch.isnan(state[torch.from_numpy(untouched)]).all()
+        assert torch.isnan(state[cases.to_torch(untouched)]).all()
 
 
 def test_fold_of_one_row_is_bit_exact() -> None:
     draw = cases.Draws(torch.float32, np.random.default_rng(0))
     state, raw = draw.tensor(2, 1, 256), draw.tensor(1, 1, 3, 256)
-    fold(state, torch.tensor([1]), raw, torch.tensor([[[1, 1, 3, 1]]]))
+    fold(state, cases.to_torch(np.array([1])), raw, cases.to_torch(np.array([[[1, 1, 3, 1]]])))
     assert torch.equal(state[1, 0], raw[0, 0, 1])
 
 
@@ -51,10 +51,9 @@ def test_scatter_rows(width: int, dtype: str) -> None:
     sizes, step, feeds = commit_case(3, [3, 126], [9, 12])
     draw = cases.Draws(cases.DTYPES[dtype], np.random.default_rng(1))
     scratch = draw.tensor(4, step.positions.size, width)
-    kept = torch.zeros(step.positions.size, dtype=torch.bool)
-    kept[torch.from_numpy(feeds["accepted"])] = True
-    scratch[:, ~kept] = float("nan")
+    unused = np.setdiff1d(np.arange(step.positions.size), feeds["accepted"])
+    scratch[:, cases.to_torch(unused)] = float("nan")
     pool = draw.tensor(4 * sizes.window_rows, width)
-    want = naive_scatter_rows(scratch.float().numpy(), feeds["accepted"], pool.float().numpy(), feeds["window_dst"])
+    want = naive_scatter_rows(cases.f64(scratch), feeds["accepted"], cases.f64(pool), feeds["window_dst"])
     scatter_rows(scratch, cases.to_torch(feeds["accepted"]), pool, cases.to_torch(feeds["window_dst"]))
-    assert np.array_equal(pool.float().numpy(), want)
+    assert np.array_equal(cases.f64(pool), want)

@@ -3,17 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from v4tree_plugins.tree_attention import naive_tree_attention, tree_attention
+from v4tree_plugins.tree_attention import naive_tree_attention, pack_masks, tree_attention
 
 from tests.plugins import cases
 
 
-def inputs(kind: str, heads: int, dim: int, rope: int, dtype: str, lengths: list[int], nodes: list[int], shape: str, seed: int):
+def inputs(
+    kind: str, heads: int, dim: int, rope: int, dtype: str, lengths: list[int], nodes: list[int], shape: str, seed: int
+):
     """Operands of a pass of one layer; kind `swa` has no entries. NaN in every row that no table or mask names."""
     sizes, step = cases.random_step(seed, lengths, nodes, shape)
     draw = cases.Draws(cases.DTYPES[dtype], np.random.default_rng(seed))
     b, n = step.positions.shape
-    real = torch.from_numpy(cases.real_nodes(step))
+    real = cases.to_torch(cases.real_nodes(step))
     own = draw.tensor(b, n, dim)
     own[~real] = float("nan")
     window = draw.pool(sizes.window_rows, step.feeds["window_rows"], dim)
@@ -24,15 +26,30 @@ def inputs(kind: str, heads: int, dim: int, rope: int, dtype: str, lengths: list
         rows, mask = step.feeds[f"{kind}_rows"], step.feeds[f"{kind}_mask"]
         entries = draw.pool(sizes.csa_rows if kind == "csa" else sizes.hca_rows, rows, dim)
         branch = draw.tensor(b, step.feeds[f"{kind}_pool_table"].shape[1], dim)
-        branch[~torch.from_numpy(cases.real_boundaries(step, kind))] = float("nan")
+        branch[cases.to_torch(~cases.real_boundaries(step, kind))] = float("nan")
     cos, sin = cases.rotation(step.positions, rope)
     sink = draw.tensor(heads)
     q = draw.tensor(b, n, heads, dim)
-    return real, [q, window, step.feeds["window_rows"], own, step.feeds["node_mask"], entries, rows, branch, mask, sink, cos, sin]
+    return real, [
+        q,
+        window,
+        step.feeds["window_rows"],
+        own,
+        step.feeds["node_mask"],
+        entries,
+        rows,
+        branch,
+        mask,
+        sink,
+        cos,
+        sin,
+    ]
 
 
 def run(operands: list, scale: float, **tiles: int) -> torch.Tensor:
-    return tree_attention(*[cases.to_torch(x) if isinstance(x, np.ndarray) else x for x in operands], scale=scale, **tiles)
+    return tree_attention(
+        *[cases.to_torch(x) if isinstance(x, np.ndarray) else x for x in operands], scale=scale, **tiles
+    )
 
 
 def reference(operands: list, scale: float) -> np.ndarray:
@@ -43,7 +60,7 @@ def check(kind: str, dtype: str, lengths: list[int], nodes: list[int], *, heads:
           shape: str = "tree", seed: int = 0, **tiles: int) -> None:  # fmt: skip
     real, operands = inputs(kind, heads, dim, rope, dtype, lengths, nodes, shape, seed)
     got, want = run(operands, dim**-0.5, **tiles), reference(operands, dim**-0.5)
-    assert cases.relative_error(got[real], want[real.numpy()]) <= cases.TOLERANCE[dtype]
+    assert cases.relative_error(got[real], want[real.cpu().numpy()]) <= cases.TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -95,3 +112,25 @@ def test_selected_rows_per_node() -> None:
     operands[8] = np.concatenate([np.zeros((1, 5, 8), np.float32), mask[:, :, entries:]], axis=2)
     assert torch.allclose(run(operands, 0.125), want, atol=1e-6)
     assert cases.relative_error(run(operands, 0.125), reference(operands, 0.125)) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
+def test_packed_masks(kind: str) -> None:
+    """Four integers a node say the same as both additive masks."""
+    real, operands = inputs(kind, 16, 64, 16, "fp32", [0, 126, 250], [6, 20, 5], "tree", 1)
+    want = run(operands, 0.125, splits=2)
+    operands[4] = operands[8] = pack_masks(operands[4], operands[8], operands[2].shape[1], operands[6].shape[1])
+    assert torch.equal(run(operands, 0.125, splits=2)[real], want[real])
+
+
+def test_packed_64_nodes() -> None:
+    real, operands = inputs("csa", 4, 64, 16, "fp32", [70], [64], "chain", 0)
+    want = run(operands, 0.125, block_k=64)
+    operands[4] = operands[8] = pack_masks(operands[4], operands[8], operands[2].shape[1], operands[6].shape[1])
+    assert torch.equal(run(operands, 0.125, block_k=64)[real], want[real])
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    gap = np.array([[[0, -np.inf, 0, 0]]], np.float32)
+    with pytest.raises(ValueError, match="additive masks"):
+        pack_masks(gap, gap[:, :, :1], 3, 0)

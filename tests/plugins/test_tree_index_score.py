@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from v4tree_plugins.tree_index_score import naive_tree_index_score, tree_index_score
 
 from tests.plugins import cases
@@ -15,13 +14,13 @@ def check(heads: int, dim: int, dtype: str, lengths: list[int], nodes: list[int]
     b, n = mask.shape[:2]
     entries = draw.pool(sizes.csa_rows, rows, dim)
     branch = draw.tensor(b, step.feeds["csa_pool_table"].shape[1], dim)
-    branch[~torch.from_numpy(cases.real_boundaries(step, "csa"))] = float("nan")
+    branch[cases.to_torch(~cases.real_boundaries(step, "csa"))] = float("nan")
     query, weights = draw.tensor(b, n, heads, dim), draw.tensor(b, n, heads, scale=(dim * heads) ** -0.5)
     got = tree_index_score(query, weights, entries, cases.to_torch(rows), branch, cases.to_torch(mask))
     want = naive_tree_index_score(*map(cases.f64, (query, weights, entries)), rows, cases.f64(branch), mask)
     hidden = np.isinf(want)
-    assert np.array_equal(np.isneginf(got.numpy()), hidden)
-    assert cases.relative_error(got[torch.from_numpy(~hidden)], want[~hidden]) <= cases.TOLERANCE[dtype]
+    assert np.array_equal(np.isneginf(cases.f64(got)), hidden)
+    assert cases.relative_error(got[cases.to_torch(~hidden)], want[~hidden]) <= cases.TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -8,7 +8,9 @@ from v4tree_plugins.tree_pool import naive_tree_pool, tree_pool
 from tests.plugins import cases
 
 
-def check(kind: str, dim: int, dtype: str, lengths: list[int], nodes: list[int], shape: str = "tree", seed: int = 0) -> int:
+def check(
+    kind: str, dim: int, dtype: str, lengths: list[int], nodes: list[int], shape: str = "tree", seed: int = 0
+) -> int:
     """Runs one case and returns its number of real boundary nodes."""
     sizes, step = cases.random_step(seed, lengths, nodes, shape)
     draw = cases.Draws(cases.DTYPES[dtype], np.random.default_rng(seed))
@@ -20,14 +22,18 @@ def check(kind: str, dim: int, dtype: str, lengths: list[int], nodes: list[int],
     used = np.zeros(raw.shape[:2], bool)
     for b, line in enumerate(table):
         used[b, np.unique(line[line > states] - states - 1)] = True
-    raw[~torch.from_numpy(used)] = float("nan")
+    raw[cases.to_torch(~used)] = float("nan")
     norm = draw.tensor(dim)
     cos, sin = cases.rotation(step.feeds[f"{kind}_entry_positions"], 64)
-    got = tree_pool(state, *map(cases.to_torch, (slots,)), raw, cases.to_torch(table), norm, cos, sin, rope_dim=64, eps=1e-6)
-    want = naive_tree_pool(*map(cases.f64, (state,)), slots, cases.f64(raw), table, cases.f64(norm), cases.f64(cos), cases.f64(sin), 1e-6)
+    got = tree_pool(
+        state, *map(cases.to_torch, (slots,)), raw, cases.to_torch(table), norm, cos, sin, rope_dim=64, eps=1e-6
+    )
+    want = naive_tree_pool(
+        *map(cases.f64, (state,)), slots, cases.f64(raw), table, cases.f64(norm), cases.f64(cos), cases.f64(sin), 1e-6
+    )
     real = cases.real_boundaries(step, kind)
     assert got.shape == want.shape
-    assert cases.relative_error(got[torch.from_numpy(real)], want[real]) <= cases.TOLERANCE[dtype]
+    assert cases.relative_error(got[cases.to_torch(real)], want[real]) <= cases.TOLERANCE[dtype]
     return int(real.sum())
 
 
@@ -40,7 +46,10 @@ def test_csa_at_every_phase(dim: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("dim", [512, 128])
 def test_hca_across_the_boundary(dim: int, dtype: str) -> None:
-    assert sum(check("hca", dim, dtype, [length], [12], "chain", seed=length) for length in (0, 116, 120, 127, 250, 255)) == 5
+    assert (
+        sum(check("hca", dim, dtype, [length], [12], "chain", seed=length) for length in (0, 116, 120, 127, 250, 255))
+        == 5
+    )
 
 
 def test_hca_at_every_phase() -> None:
@@ -55,10 +64,14 @@ def test_64_nodes_batched_at_page_boundaries() -> None:
 
 def test_extreme_scores() -> None:
     """Scores far apart neither overflow nor lose the smaller ones' exactness."""
-    state = torch.zeros(1, 1, 16) + torch.tensor([3e4] * 8 + [2.0] * 8)
-    raw = torch.zeros(1, 2, 16) + torch.tensor([-3e4] * 8 + [7.0] * 8)
-    table = torch.tensor([[[0, 2, 3, 1], [1, 1, 1, 1]]])
-    one, zero = torch.ones(1, 2, 2), torch.zeros(1, 2, 2)
-    got = tree_pool(state, torch.tensor([0]), raw, table, torch.ones(8), one, zero, rope_dim=4, eps=0.0 + 1e-6)
-    assert torch.allclose(got[0, 0], torch.ones(8), atol=1e-5)
+    state = torch.tensor([[[3e4] * 8 + [2.0] * 8]], device=cases.DEVICE)
+    raw = torch.tensor([[[-3e4] * 8 + [7.0] * 8] * 2], device=cases.DEVICE)
+    table = torch.tensor([[[0, 2, 3, 1], [1, 1, 1, 1]]], device=cases.DEVICE)
+    one, zero, slots = (
+        torch.ones_like(raw[:, :, :2]),
+        torch.zeros_like(raw[:, :, :2]),
+        torch.zeros_like(table[0, 0, :1]),
+    )
+    got = tree_pool(state, slots, raw, table, torch.ones_like(raw[0, 0, :8]), one, zero, rope_dim=4, eps=1e-6)
+    assert np.abs(cases.f64(got[0, 0]) - 1).max() < 1e-5
     assert not got[0, 1].any()

@@ -44,7 +44,16 @@ def checkpoint_dir() -> Path:
 def engine_dir(checkpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The v4-nano engine as `v4tree build` makes it."""
     out = tmp_path_factory.mktemp("serve") / "engine"
-    command = [sys.executable, "-m", "trtllm_v4tree.cli.main", "build", "--checkpoint_dir", str(checkpoint_dir), "--output_dir", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "trtllm_v4tree.cli.main",
+        "build",
+        "--checkpoint_dir",
+        str(checkpoint_dir),
+        "--output_dir",
+        str(out),
+    ]
     subprocess.run([*command, "--draft_shapes", "s3_k2,s4_k1"], check=True, cwd=ROOT, capture_output=True)
     return out
 

@@ -88,7 +88,9 @@ class Server:
         """The v4tree_ metrics of Triton's /metrics, by name and labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("v4tree_"))}
+        return {
+            name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line.startswith("v4tree_"))
+        }
 
     def wait_idle(self, timeout_s: float = 20.0) -> dict[str, float]:
         """Until no slot and no page is in use."""
@@ -115,18 +117,23 @@ def _descendants(pid: int) -> list[int]:
 
 
 _TYPES = {
-    "text_input": "BYTES", "stop_words": "BYTES", "bad_words": "BYTES", "stream": "BOOL", "streaming": "BOOL", "return_log_probs": "BOOL",
-    "exclude_input_in_output": "BOOL", "random_seed": "UINT64", "return_context_logits": "BOOL", "return_generation_logits": "BOOL",
-    **dict.fromkeys(
-        "temperature top_p runtime_top_p min_p repetition_penalty presence_penalty frequency_penalty length_penalty len_penalty".split(), "FP32"
+    "BYTES": ("text_input", "stop_words", "bad_words"),
+    "BOOL": (
+        "stream", "streaming", "return_log_probs", "exclude_input_in_output", "return_context_logits", "return_generation_logits"
+    ),
+    "UINT64": ("random_seed",),
+    "FP32": (
+        "temperature", "top_p", "runtime_top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "length_penalty", "len_penalty",
     ),
 }  # fmt: skip
+_TYPE_OF = {name: kind for kind, names in _TYPES.items() for name in names}
 _DTYPES = {"BYTES": np.object_, "BOOL": np.bool_, "UINT64": np.uint64, "FP32": np.float32, "INT32": np.int32}
 
 
 def tensor(name: str, value: object, kind: str | None = None, client: object = grpcclient) -> object:
     """An input of batch size 1; lists become [1, n], arrays keep their shape."""
-    kind = kind or _TYPES.get(name, "INT32")
+    kind = kind or _TYPE_OF.get(name, "INT32")
     if not isinstance(value, np.ndarray):
         items = value if isinstance(value, list) else [value]
         value = np.array([[v.encode() if isinstance(v, str) else v for v in items]], _DTYPES[kind])
@@ -139,7 +146,9 @@ def tensors(client: object = grpcclient, **values: object) -> list[object]:
     return [tensor(name, value, client=client) for name, value in values.items()]
 
 
-def stream(client: grpcclient.InferenceServerClient, model: str, inputs: list[object], **options: object) -> Iterator[grpcclient.InferResult]:
+def stream(
+    client: grpcclient.InferenceServerClient, model: str, inputs: list[object], **options: object
+) -> Iterator[grpcclient.InferResult]:
     """Results of one request over gRPC streaming, up to the final flag; raises InferenceServerException."""
     import queue
 

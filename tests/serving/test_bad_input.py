@@ -71,11 +71,20 @@ SHAPES: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "no inputs": ([], ("ensemble",)),
     "text_input is int32": ([tensor("text_input", 3, "INT32"), *tensors(max_tokens=4)], ("text_input", "BYTES")),
     "max_tokens is fp32": ([*tensors(text_input="a"), tensor("max_tokens", 4.0, "FP32")], ("max_tokens", "INT32")),
-    "temperature is int32": ([*tensors(text_input="a", max_tokens=4), tensor("temperature", 1, "INT32")], ("temperature", "FP32")),
+    "temperature is int32": (
+        [*tensors(text_input="a", max_tokens=4), tensor("temperature", 1, "INT32")],
+        ("temperature", "FP32"),
+    ),
     "text_input has two": ([tensor("text_input", ["a", "b"]), *tensors(max_tokens=4)], ("text_input", "shape")),
-    "max_tokens has rank 1": ([*tensors(text_input="a"), tensor("max_tokens", np.array([4], np.int32))], ("max_tokens", "shape")),
+    "max_tokens has rank 1": (
+        [*tensors(text_input="a"), tensor("max_tokens", np.array([4], np.int32))],
+        ("max_tokens", "shape"),
+    ),
     "batch of two": (
-        [tensor("text_input", np.array([[b"a"], [b"b"]], np.object_)), tensor("max_tokens", np.array([[4], [4]], np.int32))],
+        [
+            tensor("text_input", np.array([[b"a"], [b"b"]], np.object_)),
+            tensor("max_tokens", np.array([[4], [4]], np.int32)),
+        ],
         ("batch",),
     ),
     "unknown input": ([*tensors(text_input="a", max_tokens=4), tensor("no_such_input", 1)], ("no_such_input",)),
@@ -314,8 +323,18 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown role": ({"messages": [{"role": "tool", "content": "x"}]}, ("messages[0].role",)),
     "no role": ({"messages": [{"content": "x"}]}, ("messages[0].role",)),
     "no content": ({"messages": [{"role": "user"}]}, ("messages[0].content",)),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, ("messages[0].content",)),
-    "tool calls": ({"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}, ("messages[0].tool_calls",)),
+    "image": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}
+            ]
+        },
+        ("messages[0].content",),
+    ),
+    "tool calls": (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]},
+        ("messages[0].tool_calls",),
+    ),
     "too many messages": ({"messages": [{"role": "user", "content": "x"}] * 1025}, ("messages", "1024")),
     "tools": ({"tools": [{"type": "function"}]}, ("tools", "not supported")),
     "json mode": ({"response_format": {"type": "json_object"}}, ("response_format", "not supported")),

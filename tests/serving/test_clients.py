@@ -46,7 +46,9 @@ def _tensors(index: int, client: object = grpcclient, **more: object) -> list[ob
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_grpc_streams_equal_the_python_api_alone_and_together(mode: str, server_of: Callable[[str], Server], expected: list[str]) -> None:
+def test_grpc_streams_equal_the_python_api_alone_and_together(
+    mode: str, server_of: Callable[[str], Server], expected: list[str]
+) -> None:
     server = server_of(mode)
 
     def one(index: int) -> str:
@@ -69,8 +71,18 @@ def test_grpc_stream_comes_in_parts_with_an_honest_final_flag(server: Server, ex
 
 
 def test_token_model_by_tensorrt_llms_names(server: Server, engine_dir: Path) -> None:
-    want = LLM(engine_dir, threads=1).generate({"prompt_token_ids": [0, 5, 6, 7]}, SamplingParams(max_tokens=9, temperature=0.0, logprobs=0))[0].outputs[0]
-    inputs = {"input_ids": [0, 5, 6, 7], "input_lengths": 4, "request_output_len": 9, "return_log_probs": True, "beam_width": 1}
+    want = (
+        LLM(engine_dir, threads=1)
+        .generate({"prompt_token_ids": [0, 5, 6, 7]}, SamplingParams(max_tokens=9, temperature=0.0, logprobs=0))[0]
+        .outputs[0]
+    )
+    inputs = {
+        "input_ids": [0, 5, 6, 7],
+        "input_lengths": 4,
+        "request_output_len": 9,
+        "return_log_probs": True,
+        "beam_width": 1,
+    }
     with server.grpc() as client:
         parts = list(stream(client, "tensorrt_llm", tensors(streaming=True, **inputs)))
         [whole] = list(stream(client, "tensorrt_llm", tensors(**inputs)))
@@ -86,7 +98,9 @@ def test_stop_sequences_and_end_id(server: Server) -> None:
     with server.grpc() as client:
 
         def ids(**more: object) -> list[int]:
-            [whole] = list(stream(client, "tensorrt_llm", tensors(input_ids=[0, 5, 6, 7], request_output_len=12, **more)))
+            [whole] = list(
+                stream(client, "tensorrt_llm", tensors(input_ids=[0, 5, 6, 7], request_output_len=12, **more))
+            )
             return whole.as_numpy("output_ids").reshape(-1).tolist()
 
         free = ids(end_id=-1)
@@ -113,7 +127,9 @@ def test_unary_clients(server: Server, expected: list[str]) -> None:
 
 def _curl(url: str, body: object, *options: str) -> str:
     data = body if isinstance(body, str) else json.dumps(body)
-    return subprocess.run(["curl", "-sS", "-N", "-m", "60", *options, "-d", data, url], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["curl", "-sS", "-N", "-m", "60", *options, "-d", data, url], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_curl_generate_and_generate_stream(server: Server, expected: list[str]) -> None:
@@ -149,7 +165,16 @@ def test_openai_completions(client: object, expected: list[str]) -> None:
     assert whole.choices[0].text == expected[0] and whole.usage.completion_tokens == 24
     assert len(whole.choices[0].logprobs.tokens) == 24 == len(whole.choices[0].logprobs.top_logprobs)
     assert "".join(whole.choices[0].logprobs.tokens) == expected[0]
-    parts = list(create(model=model, prompt=PROMPTS[0], max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}))
+    parts = list(
+        create(
+            model=model,
+            prompt=PROMPTS[0],
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
     assert "".join(p.choices[0].text for p in parts if p.choices) == expected[0]
     assert parts[-1].usage.completion_tokens == 24 and parts[-2].choices[0].finish_reason == "length"
 
@@ -160,7 +185,9 @@ def test_openai_many_choices_and_echo(client: object, expected: list[str]) -> No
     many = create(model=model, prompt=[PROMPTS[0], PROMPTS[2]], n=2, max_tokens=24, temperature=0, echo=True)
     assert [c.text for c in many.choices] == [PROMPTS[i] + expected[i] for i in (0, 0, 2, 2)]
     assert [c.index for c in many.choices] == [0, 1, 2, 3] and many.usage.completion_tokens == 96
-    seeded = create(model=model, prompt=PROMPTS[1], n=2, max_tokens=24, temperature=0.8, top_p=0.9, seed=1, extra_body={"top_k": 20})
+    seeded = create(
+        model=model, prompt=PROMPTS[1], n=2, max_tokens=24, temperature=0.8, top_p=0.9, seed=1, extra_body={"top_k": 20}
+    )
     assert seeded.choices[0].text == expected[1] != seeded.choices[1].text
 
 
@@ -169,10 +196,15 @@ def test_openai_chat(client: object, engine_dir: Path) -> None:
     assert llm.tokenizer is not None
     ids = llm.tokenizer.chat([("system", "Be brief."), ("user", "What is 2 + 2?")])
     want = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=20, temperature=0.7, seed=5))[0].outputs[0]
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "What is 2 + 2?"}]}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "What is 2 + 2?"}]},
+    ]
     model = client.models.list().data[0].id  # type: ignore[attr-defined]
     create = client.chat.completions.create  # type: ignore[attr-defined]
-    whole = create(model=model, messages=messages, max_completion_tokens=20, temperature=0.7, seed=5, logprobs=True, top_logprobs=3)
+    whole = create(
+        model=model, messages=messages, max_completion_tokens=20, temperature=0.7, seed=5, logprobs=True, top_logprobs=3
+    )
     assert whole.choices[0].message.content == want.text and whole.choices[0].finish_reason == want.finish_reason
     assert [len(row.top_logprobs) for row in whole.choices[0].logprobs.content] == [3] * len(want.token_ids)
     parts = list(create(model=model, messages=messages, max_tokens=20, temperature=0.7, seed=5, stream=True))
@@ -193,7 +225,10 @@ def test_metrics_are_on_tritons_endpoint(server: Server) -> None:
     _curl(server.url("/v2/models/ensemble/generate"), {"text_input": PROMPTS[0], "max_tokens": 24})
     after = server.wait_idle()
     grown = {name: after[name] - before[name] for name in before}
-    assert grown["v4tree_requests_total"] == grown["v4tree_finished_total"] == 1 and grown["v4tree_emitted_tokens_total"] == 24
+    assert (
+        grown["v4tree_requests_total"] == grown["v4tree_finished_total"] == 1
+        and grown["v4tree_emitted_tokens_total"] == 24
+    )
     assert grown["v4tree_round_tokens_total"] == 23 and after["v4tree_ready"] == 1
     depths = sum(v for name, v in grown.items() if name.startswith("v4tree_accepted_depth_total"))
     assert depths == grown["v4tree_round_tokens_total"]

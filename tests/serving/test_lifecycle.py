@@ -22,9 +22,9 @@ import pytest
 pytest.importorskip("tritonclient", reason="the extra serve is not installed")
 from tritonclient.utils import InferenceServerException
 
-from trtllm_v4tree.serving.launch import OWNER_MODEL
+from trtllm_v4tree.serving import launch
 
-from .harness import KEY, ROOT, Server, stream, tensors, text_of
+from .harness import KEY, ROOT, Server, free_ports, stream, tensors, text_of
 
 LONG = {"text_input": "Once upon a time", "max_tokens": 1900, "end_id": -1, "stream": True}
 SHORT = {"text_input": "Once upon a time", "max_tokens": 8, "end_id": -1}
@@ -42,9 +42,19 @@ def _wait_active(server: Server, count: int) -> None:
         time.sleep(0.2)
 
 
+def _wait_gone(processes: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while left := [p for p in processes if Path(f"/proc/{p}").exists()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def test_cancelled_grpc_streams_free_their_slots(server: Server) -> None:
     before = server.wait_idle()["v4tree_cancelled_total"]
-    for model, inputs in (("ensemble", LONG), ("tensorrt_llm", {"input_ids": [0, 5], "request_output_len": 1900, "end_id": -1, "streaming": True})):
+    for model, inputs in (
+        ("ensemble", LONG),
+        ("tensorrt_llm", {"input_ids": [0, 5], "request_output_len": 1900, "end_id": -1, "streaming": True}),
+    ):
         with server.grpc() as client:
             results = stream(client, model, tensors(**inputs))
             for _ in range(3):
@@ -52,6 +62,14 @@ def test_cancelled_grpc_streams_free_their_slots(server: Server) -> None:
             results.close()
     assert server.wait_idle()["v4tree_cancelled_total"] == before + 2
     assert _short(server)
+
+
+def test_a_clients_timeout_ends_its_request(server: Server) -> None:
+    with server.grpc() as client:
+        with pytest.raises(InferenceServerException, match=r"DEADLINE_EXCEEDED: .* 0\.1 s"):
+            list(stream(client, "ensemble", tensors(**LONG), timeout=100_000))
+        assert text_of(list(stream(client, "ensemble", tensors(**SHORT), timeout=60_000_000)))
+    server.wait_idle()
 
 
 def _http_stream(port: int, path: str, body: dict[str, object]) -> socket.socket:
@@ -76,7 +94,9 @@ def test_closed_openai_request_without_stream_frees_its_slot(server: Server) -> 
     before = server.wait_idle()["v4tree_cancelled_total"]
     data = json.dumps({"model": "engine", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True}).encode()
     request = urllib.request.Request(
-        server.openai_url("/v1/completions"), data, {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        server.openai_url("/v1/completions"),
+        data,
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
     )
     with pytest.raises(TimeoutError):
         urllib.request.urlopen(request, timeout=0.5)
@@ -103,7 +123,10 @@ import time; time.sleep(60)
 
 def test_killed_grpc_clients_free_their_slots(server: Server) -> None:
     before = server.wait_idle()["v4tree_cancelled_total"]
-    clients = [subprocess.Popen([sys.executable, "-c", _CLIENT, f"127.0.0.1:{server.grpc_port}"], stdout=subprocess.PIPE) for _ in range(3)]
+    clients = [
+        subprocess.Popen([sys.executable, "-c", _CLIENT, f"127.0.0.1:{server.grpc_port}"], stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
     for client in clients:
         assert client.stdout is not None and client.stdout.readline() == b"chunk\n"
     for client in clients:
@@ -120,7 +143,9 @@ def test_full_queue_is_unavailable(start: Callable[..., Server]) -> None:
 
     def ask(_: int) -> int:
         try:
-            with urllib.request.urlopen(urllib.request.Request(server.openai_url("/v1/completions"), body, headers), timeout=120) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(server.openai_url("/v1/completions"), body, headers), timeout=120
+            ) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             assert "queue is full" in error.read().decode()
@@ -160,7 +185,9 @@ run(sys.argv[2:])
 """
 
 
-def test_a_fault_in_the_engine_ends_its_batch_and_the_server_goes_on(start: Callable[..., Server], tmp_path: Path) -> None:
+def test_a_fault_in_the_engine_ends_its_batch_and_the_server_goes_on(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
     flag = tmp_path / "fault"
     server = start("--speculation", "s3_k2_d6", command=[sys.executable, "-c", _FAULTY, str(flag), "serve"])
     want = _short(server)
@@ -175,7 +202,11 @@ def test_a_fault_in_the_engine_ends_its_batch_and_the_server_goes_on(start: Call
                 list(results)
     assert _short(server) == want
     metrics = server.wait_idle()
-    assert metrics["v4tree_engine_faults_total"] == 1 and metrics["v4tree_failed_total"] == 4 and metrics["v4tree_ready"] == 1
+    assert (
+        metrics["v4tree_engine_faults_total"] == 1
+        and metrics["v4tree_failed_total"] == 4
+        and metrics["v4tree_ready"] == 1
+    )
     assert server.stop() == 0
 
 
@@ -183,7 +214,7 @@ def test_a_lost_engine_process_ends_the_server(start: Callable[..., Server]) -> 
     """SIGKILL of the process that owns the engine: running requests get UNAVAILABLE, and the server ends with a message, since
     Triton would go on saying that it is ready."""
     server = start()
-    owners = [p for p in server.children() if f"models/{OWNER_MODEL}" in Path(f"/proc/{p}/cmdline").read_text()]
+    owners = [p for p in server.children() if f"models/{launch.OWNER_MODEL}" in Path(f"/proc/{p}/cmdline").read_text()]
     with server.grpc() as client:
         results = stream(client, "ensemble", tensors(**LONG))
         next(results)
@@ -200,10 +231,7 @@ def test_sigkill_of_the_server_leaves_no_process(start: Callable[..., Server]) -
     children = server.children()
     assert len(children) >= 4
     server.process.kill()
-    deadline = time.monotonic() + 20
-    while left := [p for p in children if Path(f"/proc/{p}").exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    _wait_gone(children)
 
 
 def test_sigterm_under_load_loses_no_accepted_stream(start: Callable[..., Server]) -> None:
@@ -213,7 +241,13 @@ def test_sigterm_under_load_loses_no_accepted_stream(start: Callable[..., Server
 
     def one(number: int) -> int:
         if number % 2:
-            body = {"model": "engine", "prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "stream": True}
+            body = {
+                "model": "engine",
+                "prompt": "Once upon a time",
+                "max_tokens": 300,
+                "ignore_eos": True,
+                "stream": True,
+            }
             with _http_stream(server.openai_port, "/v1/completions", body) as client:
                 started.put(number)
                 data = b""
@@ -239,7 +273,28 @@ def test_sigterm_under_load_loses_no_accepted_stream(start: Callable[..., Server
         server.terminate()
         assert [w.result(timeout=120) for w in waiting] == [300] * 8
     assert server.stop() == 0
-    assert children and not [p for p in children if Path(f"/proc/{p}").exists()]
+    assert children
+    _wait_gone(children)
+
+
+def test_the_repository_serves_without_v4tree_serve(engine_dir: Path, tmp_path: Path) -> None:
+    """As in an existing Triton container: the template with an engine written into it, and `tritonserver` on it."""
+    triton = launch.find_triton(tmp_path / "cache")
+    repository = launch.prepare_repository(tmp_path / "models", {"engine_dir": str(engine_dir), "threads": "1"})
+    grpc, http, metrics = free_ports(3)
+    process = launch.TritonProcess(
+        triton, repository, launch.Endpoints("127.0.0.1", grpc, http, metrics), verbose=False
+    )
+    try:
+        process.wait_ready(60.0)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{http}/v2/models/ensemble/generate",
+            b'{"text_input": "Once upon a time", "max_tokens": 3}',
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.loads(answer.read())["completion_tokens"] == 3
+    finally:
+        process.stop(20.0)
 
 
 def test_unusable_options_are_refused_early(engine_dir: Path, tmp_path: Path) -> None:

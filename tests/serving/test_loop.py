@@ -23,7 +23,13 @@ SHORT = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 class Asked:
     """A submitted request and its events."""
 
-    def __init__(self, backend: Any, params: SamplingParams = SHORT, prompt: Any = "Once upon a time", timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        params: SamplingParams = SHORT,
+        prompt: Any = "Once upon a time",
+        timeout_s: float | None = None,
+    ) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
         self.ticket = backend.submit(Submission("id", prompt, params, timeout_s), self.events.put)
 
@@ -121,7 +127,9 @@ def _raising(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch, method: str, aft
 
 
 @pytest.mark.parametrize("method", ["target", "draft", "commit"])
-def test_a_fault_ends_the_pass_and_the_loop_goes_on(method: str, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_ends_the_pass_and_the_loop_goes_on(
+    method: str, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = Asked(loop).last()
     faults = loop.stats.engine_faults
     with monkeypatch.context() as patch:

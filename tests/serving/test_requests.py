@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from trtllm_v4tree.serving import wire
 from trtllm_v4tree.serving.events import ServingError, Submission
 from trtllm_v4tree.serving.launch import prepare_repository, repository_template, with_parameters
-from trtllm_v4tree.serving.requests import Limits, chat_request, completion_request, text_request, token_request
+from trtllm_v4tree.serving.openai_requests import chat_request, completion_request
+from trtllm_v4tree.serving.requests import Limits
+from trtllm_v4tree.serving.triton_requests import text_request, token_request
 
 LIMITS = Limits(max_seq_len=128, vocab_size=100, eos_token_ids=(1,))
 
 
 def text(**more: Any) -> Any:
-    return text_request({"text_input": np.array([[b"hi"]], object), "max_tokens": np.array([[4]], np.int32), **more}, LIMITS, "id").submission.params
+    return text_request(
+        {"text_input": np.array([[b"hi"]], object), "max_tokens": np.array([[4]], np.int32), **more}, LIMITS, "id"
+    ).submission.params
 
 
 def one(value: Any, dtype: Any) -> Any:
@@ -51,15 +55,44 @@ def test_stop_words_list() -> None:
 
 def test_openai_defaults() -> None:
     asked = completion_request({"model": "m", "prompt": "x"}, LIMITS, "id")
-    assert asked.generations[0].submission.params.max_tokens == 16 and asked.generations[0].submission.params.temperature == 1.0
+    assert (
+        asked.generations[0].submission.params.max_tokens == 16
+        and asked.generations[0].submission.params.temperature == 1.0
+    )
     chat = chat_request({"model": "m", "messages": [{"role": "developer", "content": "x"}]}, LIMITS, "id")
-    assert chat.generations[0].submission.params.max_tokens == 128 and chat.generations[0].submission.prompt == [("system", "x")]
-    seeds = [g.submission.params.seed for g in completion_request({"model": "m", "prompt": ["x", "y"], "n": 2, "seed": 3}, LIMITS, "id").generations]
+    assert chat.generations[0].submission.params.max_tokens == 128 and chat.generations[0].submission.prompt == [
+        ("system", "x")
+    ]
+    seeds = [
+        g.submission.params.seed
+        for g in completion_request({"model": "m", "prompt": ["x", "y"], "n": 2, "seed": 3}, LIMITS, "id").generations
+    ]
     assert seeds == [3, 4, 3, 4]
 
 
-_JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda c: st.lists(c, max_size=3), max_leaves=5)
-_FIELDS = "temperature top_p top_k min_p seed stop stop_token_ids n logprobs max_tokens min_tokens prompt echo stream presence_penalty ignore_eos".split()
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda c: st.lists(c, max_size=3),
+    max_leaves=5,
+)
+_FIELDS = [
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "n",
+    "logprobs",
+    "max_tokens",
+    "min_tokens",
+    "prompt",
+    "echo",
+    "stream",
+    "presence_penalty",
+    "ignore_eos",
+]
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -71,7 +104,9 @@ def test_any_json_is_answered_or_refused_with_a_serving_error(fields: dict[str, 
         assert error.message and len(error.message) < 1000
         return
     for generation in asked.generations:
-        assert Submission.from_json(wire.parse(wire.frame(generation.submission.to_json())[4:])) == generation.submission
+        assert (
+            Submission.from_json(wire.parse(wire.frame(generation.submission.to_json())[4:])) == generation.submission
+        )
 
 
 @given(st.binary(max_size=64))
@@ -93,7 +128,9 @@ def test_parameters_are_quoted() -> None:
 def test_a_repository_is_prepared(tmp_path: Any) -> None:
     target = prepare_repository(tmp_path / "models", {"engine_dir": "/x"})
     for model in ("tensorrt_llm", "ensemble", "ensemble_unary"):
-        assert '"engine_dir"              value: { string_value: "/x" }' in (target / model / "config.pbtxt").read_text()
+        assert (
+            '"engine_dir"              value: { string_value: "/x" }' in (target / model / "config.pbtxt").read_text()
+        )
         assert (target / model / "1" / "model.py").is_file()
 
 

@@ -29,7 +29,9 @@ class DatasetSpec:
     def parse(cls, text: str) -> DatasetSpec:
         name, equals, rest = text.partition("=")
         if not equals or not name or not rest:
-            raise DatasetError(f"dataset {text!r} is not NAME=PATH: give for example gsm8k=test.jsonl or mine=prompts.jsonl:question.")
+            raise DatasetError(
+                f"dataset {text!r} is not NAME=PATH: give for example gsm8k=test.jsonl or mine=prompts.jsonl:question."
+            )
         path, colon, field = rest.rpartition(":")
         if colon and not Path(rest).exists():
             return cls(name, Path(path), field)
@@ -41,7 +43,9 @@ def load_prompts(spec: DatasetSpec, limit: int | None = None) -> list[str]:
     try:
         text = spec.path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"dataset {spec.path} cannot be read ({error}): give a UTF-8 JSON or JSON lines file.") from error
+        raise DatasetError(
+            f"dataset {spec.path} cannot be read ({error}): give a UTF-8 JSON or JSON lines file."
+        ) from error
     reader = _reader(spec)
     prompts = []
     for number, record in _records(spec.path, text):

@@ -21,6 +21,7 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE, GREY = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#767676",
 )  # fmt: skip
 LINEAR, TREE, BEST, PAPER = BLUE, VERMILION, GREEN, BLACK
+_FEW_WALKS = 20
 _SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "D"), (PURPLE, "v"), (SKY, "^"), (VERMILION, "P"))
 PHASE_COLOURS = dict(zip(DECODE_PHASES, (SKY, BLUE, GREEN, ORANGE, GREY), strict=True))
 _STYLE = {
@@ -80,7 +81,9 @@ def accepted_length(results: Results) -> Figure:
 def _best_line(axis: Axes, results: Results, dataset: str) -> None:
     best = [b for b in (_best_gain(results, dataset, d) for d in results.budgets) if b is not None]
     if any(not b.fixed for b in best):
-        axis.plot([b.budget for b in best], [b.tree.value for b in best], "D:", color=BEST, ms=5, label="best of all shapes")
+        axis.plot(
+            [b.budget for b in best], [b.tree.value for b in best], "D:", color=BEST, ms=5, label="best of all shapes"
+        )
 
 
 def _best_gain(results: Results, dataset: str, budget: int) -> Gain | None:
@@ -152,7 +155,9 @@ def _heat_maps(results: Results, of: Callable[[Cell], Estimate | None], label: s
     values = [np.array([[e.value if e else np.nan for e in row] for row in g]) for g in grids]
     shown = [*values, np.nanmean(values, axis=0)] if len(values) > 1 else values
     reach = max(0.05, float(np.nanmax(np.abs(np.log(np.concatenate(shown)))))) if values else 1.0
-    figure, axes = panels(len(titles), 0.9 + 0.62 * len(results.budgets), 1.7 + 0.42 * len(results.batch_sizes), sharey=True)
+    figure, axes = panels(
+        len(titles), 0.9 + 0.62 * len(results.budgets), 1.7 + 0.42 * len(results.batch_sizes), sharey=True
+    )
     for i, (axis, title) in enumerate(zip(axes, titles, strict=True)):
         marks = grids[i] if i < len(grids) else None
         image = _heat(axis, results, shown[i], marks, reach, title)
@@ -184,7 +189,9 @@ def _heat(
         e = marks[row][column] if marks else None
         sure = e is not None and e.has_interval and not e.low <= 1 <= e.high
         text = f"{value:.2f}{'*' if sure else ''}"
-        axis.text(column, row, text, ha="center", va="center", color=_ink(image, float(np.log(value))), fontsize=9.5)
+        axis.text(
+            column, row, text, ha="center", va="center", color=ink(image.cmap(image.norm(np.log(value)))), fontsize=9.5
+        )
     axis.set_xticks(range(len(results.budgets)), labels=[str(d) for d in results.budgets])
     axis.set_yticks(range(len(results.batch_sizes)), labels=[str(b) for b in results.batch_sizes])
     axis.grid(False)
@@ -194,9 +201,11 @@ def _heat(
     return image
 
 
-def _ink(image: Any, value: float) -> str:
-    """Black or white, whichever stands out more on the colour of a value (contrast as in WCAG 2)."""
-    channels = np.array(image.cmap(image.norm(value))[:3])
+def ink(colour: Any) -> str:
+    """Black or white, whichever stands out more on a colour (contrast as in WCAG 2)."""
+    from matplotlib.colors import to_rgb
+
+    channels = np.array(to_rgb(colour))
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return "black" if float(linear @ [0.2126, 0.7152, 0.0722]) > 0.179 else "white"
 
@@ -233,15 +242,26 @@ def _rank_bars(axis: Axes, acceptance: Acceptance) -> None:
     for rank in range(width):
         heights = np.array([row[rank] if rank < len(row) else 0.0 for row in shares])
         label = f"tree, child {rank + 1}"
-        axis.bar(np.arange(1, len(shares) + 1), heights, 0.7, bottom, color=colours[min(rank, 3)], edgecolor="white", label=label)
+        axis.bar(
+            np.arange(1, len(shares) + 1),
+            heights,
+            0.7,
+            bottom,
+            color=colours[min(rank, 3)],
+            edgecolor="white",
+            label=label,
+        )
         bottom += heights
 
 
 def shares_by_rank(acceptance: Acceptance) -> list[list[float]]:
-    """Accepted at (depth, rank) over the walks that had come to that depth: [depth][rank], each row sums to at most 1."""
+    """Accepted at (depth, rank) over the walks that had come to that depth: [depth][rank], each row sums to at most 1.
+
+    Depths to which fewer than 20 walks came are left out.
+    """
     came, shares = acceptance.walks, []
     for row in acceptance.accepted:
-        if not came:
+        if came < _FEW_WALKS:
             break
         shares.append([count / came for count in row])
         came = sum(row)
@@ -304,7 +324,7 @@ def round_cost(results: Results) -> Figure:
     axis.set_xlabel("batch size")
     axis.set_ylabel("round cost in plain steps; accepted length")
     axis.set_title("A tree pays where its cost is below its accepted length")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.08 * max(float(np.max(line.get_ydata())) for line in axis.get_lines()) if axis.get_lines() else 1)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
@@ -319,10 +339,19 @@ def _cost(results: Results, name: str, batch: int) -> float:
 
 
 PICTURES: dict[str, tuple[str, Callable[[Results], Figure]]] = {
-    "accepted_length": ("Accepted length against D. Bars: 95 % intervals over prompts. Hollow: the paper.", accepted_length),
+    "accepted_length": (
+        "Accepted length against D. Bars: 95 % intervals over prompts. Hollow: the paper.",
+        accepted_length,
+    ),
     "relative_gain": ("Gain in accepted length of the fixed tree over the chain of the same D.", relative_gain),
-    "tree_over_linear": ("Throughput of the fixed tree over the chain. *: the 95 % interval excludes 1.", tree_over_linear),
-    "tree_over_plain": ("Throughput of the fixed tree over plain decoding. *: the 95 % interval excludes 1.", tree_over_plain),
+    "tree_over_linear": (
+        "Throughput of the fixed tree over the chain. *: the 95 % interval excludes 1.",
+        tree_over_linear,
+    ),
+    "tree_over_plain": (
+        "Throughput of the fixed tree over plain decoding. *: the 95 % interval excludes 1.",
+        tree_over_plain,
+    ),
     "acceptance_by_depth": ("Acceptance by depth and child rank at the largest D.", acceptance_by_depth),
     "round_time": ("Where the time of a round goes; above each bar its milliseconds.", round_time),
     "round_cost": ("What a round costs and what it brings.", round_cost),

@@ -93,7 +93,13 @@ class Grid:
             pace = (time.monotonic() - started) / done if done else 1.0
             if seconds is not None and number and time.monotonic() - started + cost * pace > seconds:
                 return False
-            watch(Tick(done, total, f"{unit.dataset}, batch {unit.batch}, block {unit.block + 1}/{self.plan.blocks(unit.batch)}"))
+            watch(
+                Tick(
+                    done,
+                    total,
+                    f"{unit.dataset}, batch {unit.batch}, block {unit.block + 1}/{self.plan.blocks(unit.batch)}",
+                )
+            )
             self._measure(unit, file)
             done += cost
         watch(Tick(total, total, "done"))
@@ -104,7 +110,16 @@ class Grid:
         for name in self.plan.order(unit):
             self.llm.set_speculation(name)
             file.add(
-                sample(self.llm.engine, unit.dataset, unit.batch, unit.block, name, prompts, unit.prompts, self.plan.max_tokens)
+                sample(
+                    self.llm.engine,
+                    unit.dataset,
+                    unit.batch,
+                    unit.block,
+                    name,
+                    prompts,
+                    unit.prompts,
+                    self.plan.max_tokens,
+                )
             )
 
     def _warm_up(self, batch: int) -> float:

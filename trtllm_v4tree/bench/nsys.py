@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trtllm_v4tree.bench.tracer import Event, parse_label
-from trtllm_v4tree.errors import V4TreeError
+from trtllm_v4tree.errors import InputError, V4TreeError
 
 _IMPORTER = Path("/usr/lib/nsight-systems/host-linux-x64/QdstrmImporter")
 _TIMEOUT = 600
+BAD_INPUT = 2
 
 
 class NsysError(V4TreeError):
@@ -24,10 +25,32 @@ def find() -> str | None:
     return shutil.which("nsys")
 
 
-def record(command: Sequence[str], report: Path, environment: Mapping[str, str]) -> int:
-    """Runs `command` with NVTX tracing into `report` (without suffix); its exit status."""
-    nsys = ["nsys", "profile", "-t", "nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true", "-o", str(report)]
-    return subprocess.run([*nsys, *command], env={**os.environ, **environment}, stdout=subprocess.DEVNULL, check=False).returncode
+def record(command: Sequence[str], report: Path, environment: Mapping[str, str]) -> None:
+    """Runs `command` with NVTX tracing into `report` (without suffix); its own error if it fails."""
+    nsys = [
+        "nsys",
+        "profile",
+        "-t",
+        "nvtx",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--force-overwrite=true",
+        "-o",
+        str(report),
+    ]
+    done = subprocess.run(
+        [*nsys, *command],
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        report.with_suffix(".qdstrm").unlink(missing_ok=True)
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")] or done.stderr.splitlines()[-1:]
+        kind = InputError if done.returncode == BAD_INPUT else NsysError
+        raise kind(" ".join(errors).removeprefix("error: ") or f"the run under nsys ended with status {done.returncode}.")
 
 
 def export(report: Path) -> Path:
@@ -50,7 +73,9 @@ def _whole_report(report: Path) -> Path:
     if not _IMPORTER.is_file():
         raise NsysError(f"nsys left only {raw}, and its importer {_IMPORTER} is not there.")
     _run([str(_IMPORTER), "-i", str(raw)], {"LD_LIBRARY_PATH": str(_IMPORTER.parent)})
-    return _imported(report)
+    whole = _imported(report)
+    raw.unlink()
+    return whole
 
 
 def _imported(report: Path) -> Path:
@@ -80,7 +105,12 @@ def events(sqlite: Path) -> list[Event]:
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
     try:
         done = subprocess.run(
-            list(command), env={**os.environ, **(environment or {})}, capture_output=True, text=True, timeout=_TIMEOUT, check=False
+            list(command),
+            env={**os.environ, **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NsysError(f"{command[0]} did not run to its end ({error}).") from error

@@ -2,7 +2,8 @@
 
 STYLE = """
   :root { color-scheme: light; }
-  body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto; max-width: 1080px; padding: 1.5rem; }
+  body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1b1b1b; background: #fff;
+    margin: 0 auto; max-width: 1080px; padding: 1.5rem; }
   h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.25rem; margin: 2.2rem 0 .6rem; }
   .sub { color: #555; margin: 0; }
   .cards { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.4rem 0; }
@@ -12,7 +13,8 @@ STYLE = """
   figure { margin: 1.6rem 0; overflow-x: auto; } figure svg { width: 100%; height: auto; }
   figcaption { color: #444; margin-top: .3rem; }
   .scroll { overflow-x: auto; }
-  table { border-collapse: collapse; width: 100%; font-size: .92rem; } th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
+  table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+  th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
   th { background: #f5f5f5; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
   .verdict { white-space: nowrap; font-weight: 600; }
   .note { background: #fff6e0; border-left: 5px solid #E69F00; padding: .6rem 1rem; }
@@ -74,6 +76,17 @@ engine {{ results.about.engine.target }} {{ results.about.engine.dtype }}; {{ re
 <tr><td>{{ dataset }}</td><td class="n">{{ batch }}</td><td>{{ name }}</td><td class="n">{{ ratio|estimate }}</td></tr>
 {% endfor %}
 </table></div>
+
+{% if others %}
+<h2>Other speculations against the fastest fixed choice</h2>
+<p class="sub">The fastest of plain, linear and tree at each data set and batch size, known only afterwards, counts as 1.</p>
+<div class="scroll"><table>
+<tr><th>data set</th><th class="n">batch</th><th>speculation</th><th class="n">over plain</th><th class="n">of the fastest</th></tr>
+{% for dataset, batch, name, ratio, share in others %}
+<tr><td>{{ dataset }}</td><td class="n">{{ batch }}</td><td>{{ name }}</td><td class="n">{{ ratio|estimate }}</td><td class="n">{{ "%.2f"|format(share) }}</td></tr>
+{% endfor %}
+</table></div>
+{% endif %}
 
 <h2>All cells</h2>
 <p class="sub">Medians over blocks and 95 % bootstrap intervals (accepted length: over prompts). Ratios are taken within a block. Throughput

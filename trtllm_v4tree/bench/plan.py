@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -74,9 +75,9 @@ class GridPlan:
         return next(iter(self.trees(budget)), None)
 
     def units(self) -> list[Unit]:
-        """All blocks, so ordered that whenever one stops, every cell is about equally far."""
+        """All blocks: first one of every cell, then so that whenever one stops, every cell is about equally far."""
         placed = [
-            ((block + 0.5) / count, Unit(dataset, batch, block, self._prompts(batch, block)))
+            (block / count, Unit(dataset, batch, block, self._prompts(batch, block)))
             for batch in self.batch_sizes
             for count in [self.blocks(batch)]
             for dataset in self.datasets
@@ -102,10 +103,8 @@ class GridPlan:
 def parse_shape(text: str) -> tuple[int, int]:
     """`s3_k2` -> (3, 2); RequestError for anything else."""
     spec = None
-    try:
+    with contextlib.suppress(RequestError):
         spec = parse_speculation(f"{text}_d2")
-    except RequestError:
-        pass
     if spec is None:
         raise RequestError(f"shape {text!r} is unknown: give sN_kK with N and K from 1, for example s3_k2.")
     return spec.steps, spec.topk

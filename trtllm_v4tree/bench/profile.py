@@ -14,6 +14,9 @@ from trtllm_v4tree.llm import LLM
 from trtllm_v4tree.runtime.params import SamplingParams
 from trtllm_v4tree.runtime.request import Request
 
+COST = "cost"
+"""Stands for a speculation in the ranges that are opened to see what a range costs."""
+
 
 @dataclass(frozen=True)
 class PhaseRow:
@@ -59,7 +62,9 @@ def _row(events: Sequence[Event], total: float) -> PhaseRow:
     )  # fmt: skip
 
 
-def run_traced(llm: LLM, speculation: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[Event], float]:
+def run_traced(
+    llm: LLM, speculation: str, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> tuple[list[Event], float]:
     """(events, seconds) of a traced generation of `prompts` together, prefill included."""
     requests: list[Request] = []
     with tracing(llm.engine, speculation, requests) as tracer:
@@ -113,7 +118,7 @@ def range_cost(count: int = 2000) -> float:
     """Seconds that opening and closing one range takes, the least of five rounds: what is left without other programs."""
     best = float("inf")
     for _ in range(5):
-        tracer = Tracer("none", [])
+        tracer = Tracer(COST, [])
         started = time.perf_counter()
         for _ in range(count):
             tracer.open("host", 4, 8)

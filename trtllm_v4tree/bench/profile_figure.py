@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trtllm_v4tree.bench.figures import PHASE_COLOURS, PURPLE, panels
+from trtllm_v4tree.bench.figures import PHASE_COLOURS, PURPLE, ink, panels
 from trtllm_v4tree.bench.profile import PhaseRow
 from trtllm_v4tree.bench.tracer import RANGES
 
@@ -38,7 +38,15 @@ def _shares(axis: Axes, rows: Sequence[PhaseRow], names: Sequence[str]) -> None:
         axis.barh(np.arange(len(names)), widths, 0.7, left, color=_COLOURS[phase], edgecolor="white", label=phase)
         for y, (start, width) in enumerate(zip(left, widths, strict=True)):
             if width >= 6:
-                axis.text(start + width / 2, y, f"{width:.0f}", ha="center", va="center", fontsize=9, color="black")
+                axis.text(
+                    start + width / 2,
+                    y,
+                    f"{width:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=9,
+                    color=ink(_COLOURS[phase]),
+                )
         left += widths
     axis.set_yticks(np.arange(len(names)), labels=list(names))
     axis.invert_yaxis()
@@ -60,6 +68,7 @@ def _spans(axis: Axes, rows: Sequence[PhaseRow], names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         axis.plot([], [], _MARKERS[index % len(_MARKERS)], color="#444444", label=name)
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_yticks(range(len(RANGES)), labels=list(RANGES))
     axis.set_ylim(len(RANGES) - 0.5, -0.5)
     axis.set_xlabel("milliseconds: filled median, hollow p99")

@@ -30,7 +30,9 @@ def check_installed(needed: tuple[str, ...] = _NEEDED) -> None:
     """MissingExtra unless the packages of the extra `bench` are there."""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtra(f"the report needs {' and '.join(missing)}: install with `pip install 'trtllm_v4tree[bench]'`.")
+        raise MissingExtra(
+            f"the report needs {' and '.join(missing)}: install with `pip install 'trtllm_v4tree[bench]'`."
+        )
 
 
 def write_report(results: Results, directory: Path) -> Path:
@@ -69,7 +71,9 @@ def render_page(template: str, **values: Any) -> str:
     """A page from a template, with everything that is not marked safe escaped."""
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters["estimate"] = estimate_text
     return environment.from_string(template).render(**values)
 
@@ -92,6 +96,7 @@ def _page(results: Results, pictures: list[dict[str, str]]) -> str:
         why=why(results),
         headline=_headline(results),
         best=_best_of_all(results),
+        others=_others(results),
         source=paper.SOURCE,
         loaded=_loaded(results.about),
     )
@@ -109,7 +114,10 @@ def _headline(results: Results) -> list[tuple[str, str]]:
     return [
         (f"{sum(gains) / len(gains):+.1%}", "accepted length, tree over linear, mean"),
         (f"{won} of {len(fixed)}", "cells where the tree is at least as fast as linear"),
-        (f"{fastest.to_plain.value:.2f}x", f"plain decoding at best: {fastest.speculation}, {fastest.dataset}, batch {fastest.batch}"),
+        (
+            f"{fastest.to_plain.value:.2f}x",
+            f"plain decoding at best: {fastest.speculation}, {fastest.dataset}, batch {fastest.batch}",
+        ),
     ]
 
 
@@ -123,6 +131,18 @@ def _best_of_all(results: Results) -> list[tuple[str, int, str, Estimate]]:
             if best is not None and best.to_plain:
                 name = best.speculation if best.to_plain.value >= 1 else f"plain (next: {best.speculation})"
                 rows.append((dataset, batch, name, best.to_plain))
+    return rows
+
+
+def _others(results: Results) -> list[tuple[str, int, str, Estimate, float]]:
+    """(data set, batch, speculation, ratio to plain, ratio to the fastest fixed choice, plain included) of `auto` and the like."""
+    rows = []
+    for cell in results.cells:
+        if cell.kind != "other" or cell.to_plain is None:
+            continue
+        same = [c for c in results.cells if (c.dataset, c.batch) == (cell.dataset, cell.batch) and c.kind in ("linear", "tree")]
+        best = max([1.0, *(c.to_plain.value for c in same if c.to_plain)])
+        rows.append((cell.dataset, cell.batch, cell.speculation, cell.to_plain, cell.to_plain.value / best))
     return rows
 
 

@@ -115,7 +115,9 @@ def summarise(samples: Iterable[Sample], plan: GridPlan, about: dict[str, Any], 
         for dataset, batch, name in itertools.product(datasets, batches, plan.speculations())
         if (group := _select(kept, dataset, batch, name))
     ]
-    gains = [_gain(kept, plan, d, budget, tree) for d in datasets for budget in plan.budgets for tree in plan.trees(budget)]
+    gains = [
+        _gain(kept, plan, d, budget, tree) for d in datasets for budget in plan.budgets for tree in plan.trees(budget)
+    ]
     acceptance = [_acceptance(kept, d, name) for d in datasets for name in plan.speculations() if name != PLAIN]
     return Results(about, complete, datasets, list(plan.budgets), batches, cells, gains, acceptance)
 
@@ -238,7 +240,9 @@ def write_whole(path: Path, data: bytes) -> None:
         os.replace(scratch, path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise DiskError(f"{path} cannot be written ({error.strerror or error}): the samples are kept; free space and resume.") from error
+        raise DiskError(
+            f"{path} cannot be written ({error.strerror or error}): the samples are kept; free space and resume."
+        ) from error
 
 
 def read_results(path: Path) -> Results:
@@ -279,7 +283,15 @@ def _flat(cell: Cell) -> dict[str, Any]:
     return row
 
 
-_ESTIMATES = {"tokens_per_second", "run_tokens_per_second", "accepted_length", "round_ms", "to_plain", "to_linear", "run_to_linear"}
+_ESTIMATES = {
+    "tokens_per_second",
+    "run_tokens_per_second",
+    "accepted_length",
+    "round_ms",
+    "to_plain",
+    "to_linear",
+    "run_to_linear",
+}
 
 
 def _rounded(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,7 +72,7 @@ def _gain_grows(results: Results) -> Verdict:
     if len(gains) < 2 or not results.fixed_gains():
         return Verdict(claim, published, "", UNKNOWN)
     ours = " / ".join(f"{g:+.1%}" for g in gains) + f" at D = {' / '.join(map(str, results.budgets))}"
-    rises = sum(b > a for a, b in zip(gains, gains[1:], strict=False))
+    rises = sum(b > a for a, b in itertools.pairwise(gains))
     return Verdict(claim, published, ours, _graded(rises, len(gains) - 1))
 
 
@@ -157,7 +158,9 @@ def _less_predictable(results: Results) -> Verdict:
     predictable = {d: mean_of([g.linear.value for g in found]) for d, found in gains.items()}
     ratio = {d: mean_ratio(results, lambda c, d=d: c.dataset == d) for d in gains}  # type: ignore[misc]
     hardest, best = min(predictable, key=lambda d: predictable[d]), max(ratio, key=lambda d: ratio[d])
-    each = ", ".join(f"{d} (chain accepts {predictable[d]:.2f}) {ratio[d]:.3f}" for d in sorted(gains, key=lambda d: predictable[d]))
+    each = ", ".join(
+        f"{d} (chain accepts {predictable[d]:.2f}) {ratio[d]:.3f}" for d in sorted(gains, key=lambda d: predictable[d])
+    )
     return Verdict(claim, published, f"mean tree/linear {each}", HOLDS if hardest == best else FAILS)
 
 
@@ -212,7 +215,9 @@ def why(results: Results) -> str:
     if not parts:
         return ""
     return (
-        "What a round costs here, measured: " + "; ".join(parts) + ". On an accelerator that is bound by reading weights, verifying "
+        "What a round costs here, measured: "
+        + "; ".join(parts)
+        + ". On an accelerator that is bound by reading weights, verifying "
         "D nodes costs little more than one; on a CPU every node adds arithmetic, the more so the larger the batch."
     )
 
@@ -223,7 +228,13 @@ def _cost(results: Results, cell: Cell) -> tuple[int, int, float, float, float] 
     if plain is None:
         return None
     step = plain.round_ms.value
-    return cell.batch, cell.budget, cell.round_ms.value / step, cell.phases["verify"] / step, cell.phases["draft"] / step
+    return (
+        cell.batch,
+        cell.budget,
+        cell.round_ms.value / step,
+        cell.phases["verify"] / step,
+        cell.phases["draft"] / step,
+    )
 
 
 def _spread(results: Results, dataset: str, speculation: str) -> float:

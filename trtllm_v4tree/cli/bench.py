@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from trtllm_v4tree.llm import LLM
 
 QUICK_SECONDS = 140.0
-_FULL = {"budgets": "5,6,7,8", "batch_sizes": "1,2,4,8,16,32,64", "shapes": "s3_k2,s4_k3", "num_prompts": 60, "max_tokens": 128}
+_FULL = {
+    "budgets": "5,6,7,8",
+    "batch_sizes": "1,2,4,8,16,32,64",
+    "shapes": "s3_k2,s4_k3",
+    "num_prompts": 60,
+    "max_tokens": 128,
+}
 _QUICK = {"budgets": "6,8", "batch_sizes": "1,4", "shapes": "s3_k2", "num_prompts": 12, "max_tokens": 64}
-_INTERRUPTED = 1
 
 DATASET = "NAME=PATH or NAME=PATH:FIELD (gsm8k and mbpp JSON lines, sharegpt JSON, or any JSON lines); may be repeated."
 SHAPES = "Tree shapes sN_kK; the first is the one fixed before looking. Default: s3_k2,s4_k3."
@@ -43,7 +48,9 @@ def bench(
     shapes: Annotated[str | None, typer.Option("--shapes", help=SHAPES)] = None,
     others: Annotated[str, typer.Option("--others", help=OTHERS)] = "",
     num_prompts: Annotated[int | None, typer.Option("--num_prompts", help="Per data set. Default: 60.", min=1)] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max_tokens", help="New tokens per prompt. Default: 128.", min=4)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max_tokens", help="New tokens per prompt. Default: 128.", min=4)
+    ] = None,
     min_blocks: Annotated[int, typer.Option("--min_blocks", help="Batches per cell at least.", min=1)] = 4,
     quick: Annotated[bool, typer.Option("--quick", help="A useful answer in under 3 minutes.")] = False,
     minutes: Annotated[float | None, typer.Option("--minutes", help=MINUTES, min=0.1)] = None,
@@ -59,7 +66,13 @@ def bench(
     started = time.monotonic()
     check_installed()
     base = _QUICK if quick else _FULL
-    given = {"budgets": budgets, "batch_sizes": batch_sizes, "shapes": shapes, "num_prompts": num_prompts, "max_tokens": max_tokens}
+    given = {
+        "budgets": budgets,
+        "batch_sizes": batch_sizes,
+        "shapes": shapes,
+        "num_prompts": num_prompts,
+        "max_tokens": max_tokens,
+    }
     options = base | {name: value for name, value in given.items() if value is not None}
     llm = LLM(engine_dir, threads=threads)
     if quick and batch_sizes is None:
@@ -75,6 +88,7 @@ def bench(
 def _measure(grid: Grid, file: SampleFile, output_dir: Path, seconds: float | None, started: float, llm: LLM) -> int:
     """Runs the grid behind a progress bar; whatever ends it, results and report of what there is are written."""
     from trtllm_v4tree.bench.machine import load_average
+    from trtllm_v4tree.bench.samples import DiskError
 
     about = _about(llm, file, grid.plan)
     complete, failure = False, None
@@ -82,14 +96,14 @@ def _measure(grid: Grid, file: SampleFile, output_dir: Path, seconds: float | No
         complete = _run(grid, file, seconds, started)
     except KeyboardInterrupt:
         failure = "interrupted"
-    except V4TreeError as error:
-        failure = str(error).rstrip(".")
+    except DiskError as error:
+        failure = str(error).partition(":")[0]
     about["load_average"] = [about["load_average"], load_average()]
     about["seconds"] = round(time.monotonic() - started, 1)
     path = _write(file, grid.plan, about, complete, output_dir)
     if failure is not None:
-        kept = f"results so far are in {output_dir}" if path else f"the samples so far are in {file.path}"
-        raise V4TreeError(f"{failure}; {kept}, and --resume goes on from there.")
+        kept = f"results so far are in {output_dir}" if path else f"{len(file.samples)} samples so far are in {file.path}"
+        raise V4TreeError(f"{failure}: {kept}, and --resume goes on from there.")
     return 0
 
 
@@ -174,9 +188,9 @@ def _plan(datasets: list[str], options: dict[str, Any], others: str, min_blocks:
     if len(set(names)) < len(names):
         raise RequestError("two data sets have the same name: give each --dataset its own NAME.")
     shapes = tuple(parse_shape(s) for s in _listed(options["shapes"]))
-    budgets = _integers("--budgets", options["budgets"], 2)
+    budgets = integers("--budgets", options["budgets"], 2)
     check_budgets(shapes, budgets)
-    batches = _integers("--batch_sizes", options["batch_sizes"], 1)
+    batches = integers("--batch_sizes", options["batch_sizes"], 1)
     return GridPlan(
         tuple(names), budgets, batches, shapes, tuple(_listed(others)),
         int(options["num_prompts"]), int(options["max_tokens"]), min_blocks,
@@ -187,7 +201,7 @@ def _listed(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def _integers(option: str, text: str, least: int) -> tuple[int, ...]:
+def integers(option: str, text: str, least: int) -> tuple[int, ...]:
     parts = _listed(text)
     bad = next((p for p in parts if not re.fullmatch(r"[0-9]{1,6}", p) or int(p) < least), None)
     if bad is not None or not parts:

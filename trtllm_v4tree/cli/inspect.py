@@ -41,6 +41,7 @@ def _facts(manifest: Manifest, contract: bool) -> dict[str, Any]:
     facts = {
         "target": manifest.target,
         "dtype": manifest.dtype,
+        "linear_dtypes": manifest.linear_dtypes,
         "config": manifest.config.to_dict(),
         "sizes": manifest.sizes.to_dict(),
         "state_bytes": dataclasses.asdict(state_bytes(manifest.config, manifest.sizes)),
@@ -65,6 +66,7 @@ def _limits(manifest: Manifest) -> list[tuple[str, str]]:
     entries = s.max_seq_len // s.csa_ratio
     return [
         ("target, dtype", f"{manifest.target}, {manifest.dtype}"),
+        ("int8 linears", ", ".join(k for k, v in manifest.linear_dtypes.items() if v == "int8") or "none"),
         ("layers", f"{c.num_layers} ({kinds}), {'1 MTP' if s.has_mtp else 'no MTP'}"),
         ("limits", f"{s.max_batch_size} sequences of {s.max_seq_len} tokens, {s.max_verify_tokens} verified nodes"),
         ("prefill chunk", f"{s.prefill_chunk} tokens"),

@@ -16,6 +16,7 @@ from trtllm_v4tree.cli.inspect import inspect
 from trtllm_v4tree.cli.output import complain, prepare_streams
 from trtllm_v4tree.cli.profile import profile
 from trtllm_v4tree.cli.serve import serve
+from trtllm_v4tree.cli.simulate import simulate
 from trtllm_v4tree.errors import InputError, V4TreeError
 
 FAILURE, BAD_INPUT = 1, 2
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
-for command in (build, bench, profile, generate, inspect, doctor, serve):
+for command in (build, bench, profile, simulate, generate, inspect, doctor, serve):
     app.command()(command)
 
 

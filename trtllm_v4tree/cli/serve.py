@@ -26,32 +26,59 @@ KEY_VARIABLE = "V4TREE_API_KEY"
 
 def serve(
     engine_dir: Annotated[Path, typer.Option("--engine_dir", help="Engine directory of `v4tree build`.")],
-    speculation: Annotated[str, typer.Option("--speculation", help="none, auto or sN_kK_dD; the text is the same.")] = "none",
+    speculation: Annotated[
+        str, typer.Option("--speculation", help="none, auto or sN_kK_dD; the text is the same.")
+    ] = "none",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Token-identical text whatever the batch and the tree; slower.")
+    ] = False,
     grpc_port: Annotated[int, typer.Option("--grpc_port", min=1, max=65535)] = 8001,
     http_port: Annotated[int, typer.Option("--http_port", min=1, max=65535)] = 8000,
     metrics_port: Annotated[int, typer.Option("--metrics_port", min=1, max=65535)] = 8002,
-    openai_port: Annotated[int | None, typer.Option("--openai_port", min=1, max=65535, help="Adds /v1/models, /v1/completions, /v1/chat/completions.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every interface.")] = "127.0.0.1",
-    api_key_file: Annotated[Path | None, typer.Option("--api_key_file", help=f"File with the key of the OpenAI endpoint; or set {KEY_VARIABLE}.")] = None,
-    served_model_name: Annotated[str | None, typer.Option("--served_model_name", help="Name in /v1/models; default: the engine directory's.")] = None,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="Threads of the engine; 0 is all cores but one.")] = 0,
-    max_queue_size: Annotated[int, typer.Option("--max_queue_size", min=1, max=1 << 20, help="Requests that may wait for a slot.")] = 256,
-    max_request_seconds: Annotated[int, typer.Option("--max_request_seconds", min=0, help="Longer requests are ended; 0 is no limit.")] = 0,
-    max_body_bytes: Annotated[int, typer.Option("--max_body_bytes", min=1024, help="Largest request body of the OpenAI endpoint.")] = 4 << 20,
-    grace_seconds: Annotated[int, typer.Option("--grace_seconds", min=0, help="Time for running requests to end on SIGTERM.")] = 30,
+    openai_port: Annotated[
+        int | None,
+        typer.Option("--openai_port", min=1, max=65535, help="Adds /v1/models, /v1/completions, /v1/chat/completions."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 is every interface.")
+    ] = "127.0.0.1",
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api_key_file", help=f"File with the key of the OpenAI endpoint; or set {KEY_VARIABLE}."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served_model_name", help="Name in /v1/models; default: the engine directory's.")
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="Threads of the engine; 0 is all cores but one.")
+    ] = 0,
+    max_queue_size: Annotated[
+        int, typer.Option("--max_queue_size", min=1, max=1 << 20, help="Requests that may wait for a slot.")
+    ] = 256,
+    max_request_seconds: Annotated[
+        int, typer.Option("--max_request_seconds", min=0, help="Longer requests are ended; 0 is no limit.")
+    ] = 0,
+    max_body_bytes: Annotated[
+        int, typer.Option("--max_body_bytes", min=1024, help="Largest request body of the OpenAI endpoint.")
+    ] = 4 << 20,
+    grace_seconds: Annotated[
+        int, typer.Option("--grace_seconds", min=0, help="Time for running requests to end on SIGTERM.")
+    ] = 30,
     log_level: Annotated[str, typer.Option("--log_level", help="debug, info, warning or error.")] = "info",
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Triton's own messages.")] = False,
 ) -> None:
     """Serve an engine with Triton Inference Server (gRPC, HTTP) and, if asked, an OpenAI-style endpoint."""
-    from trtllm_v4tree.engine_dir import Manifest
+    from trtllm_v4tree.llm import check_engine
     from trtllm_v4tree.serving.launch import Endpoints, TritonProcess, cache_directory, find_triton, prepare_repository
     from trtllm_v4tree.serving.remote import RemoteLoop
 
     if log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"log_level {log_level!r} is unknown: give debug, info, warning or error.")
-    Manifest.read(engine_dir)
+    check_engine(engine_dir, speculation)
     if not (engine_dir / "tokenizer.json").is_file():
-        raise EngineFormatError(f"{engine_dir} has no tokenizer.json, which serving text needs: build it from a checkpoint that has one.")
+        raise EngineFormatError(
+            f"{engine_dir} has no tokenizer.json, which serving text needs: build it from a checkpoint that has one."
+        )
     key = _api_key(api_key_file)
     if openai_port is not None:
         from trtllm_v4tree.serving import openai_server  # fails here if its libraries are missing
@@ -64,6 +91,7 @@ def serve(
             "engine_dir": str(engine_dir.resolve()),
             "engine_socket": str(socket),
             "speculation": speculation,
+            "deterministic": str(deterministic).lower(),
             "threads": str(threads or max(1, (os.cpu_count() or 2) - 1)),
             "max_queue_size": str(max_queue_size),
             "max_request_seconds": str(max_request_seconds),
@@ -86,7 +114,12 @@ def serve(
 
 
 async def _until_stopped(
-    process: TritonProcess, remote: RemoteLoop, endpoints: Endpoints, app: object | None, openai_port: int | None, grace_s: int
+    process: TritonProcess,
+    remote: RemoteLoop,
+    endpoints: Endpoints,
+    app: object | None,
+    openai_port: int | None,
+    grace_s: int,
 ) -> None:
     """Prints the endpoints, waits for a signal or for Triton's end, and lets running requests end."""
     from trtllm_v4tree.serving.launch import LaunchError
@@ -125,7 +158,9 @@ def _alive(remote: RemoteLoop) -> bool:
 
 def _announce(endpoints: Endpoints, openai_port: int | None) -> None:
     e = endpoints
-    stderr.print(f"ready: grpc {e.host}:{e.grpc_port}, http http://{e.host}:{e.http_port}, metrics http://{e.host}:{e.metrics_port}/metrics")
+    stderr.print(
+        f"ready: grpc {e.host}:{e.grpc_port}, http http://{e.host}:{e.http_port}, metrics http://{e.host}:{e.metrics_port}/metrics"
+    )
     if openai_port is not None:
         stderr.print(f"ready: openai http://{e.host}:{openai_port}/v1")
 

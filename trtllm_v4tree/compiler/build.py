@@ -23,6 +23,7 @@ from trtllm_v4tree.tokenizer import load_tokenizer
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 DTYPES = ("float32", "float16", "bfloat16")
+LINEAR_DTYPES = ("float32", "int8")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 MAX_DRAFT = 16
 Report = Callable[[str, float], None]
@@ -37,6 +38,9 @@ Models = dict[str, ir.Model]
 class BuildOptions:
     """Options of `v4tree build`; `draft_shapes` are the (steps, topk) draft rounds to compile, None for the default.
 
+    `expert_dtype` int8 rounds the target's routed experts (their weights exactly, where the checkpoint has them in FP4);
+    `draft_dtype` int8 rounds the drafter's linears, which changes how much is accepted but no text.
+
     Raises ConfigError for what no build can do; what depends on the model is checked by `build`.
     """
 
@@ -47,6 +51,8 @@ class BuildOptions:
     max_verify_tokens: int = 16
     prefill_chunk: int = 128
     num_pages: int | None = None
+    expert_dtype: str = "float32"
+    draft_dtype: str = "float32"
     draft_shapes: Shapes | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +66,9 @@ class BuildOptions:
             )
         if self.dtype != "float32":
             raise ConfigError(f"target onnxruntime computes in float32, not {self.dtype}: build with --dtype float32.")
+        for name in ("expert_dtype", "draft_dtype"):
+            if getattr(self, name) not in LINEAR_DTYPES:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is unknown: choose one of {', '.join(LINEAR_DTYPES)}.")
         self._check_integers()
         for steps, topk in self.draft_shapes or ():
             if not (1 <= steps <= MAX_DRAFT and 1 <= topk <= MAX_DRAFT):
@@ -72,6 +81,10 @@ class BuildOptions:
             value = getattr(self, name)
             if type(value) is not int and (name, value) != ("num_pages", None):
                 raise ConfigError(f"{name} is {value!r}: give an integer.")
+
+    @property
+    def linear_dtypes(self) -> dict[str, str]:
+        return {"experts": self.expert_dtype, "draft": self.draft_dtype}
 
     def sizes(self, config: ModelConfig, has_mtp: bool) -> EngineSizes:
         return EngineSizes.make(
@@ -121,11 +134,11 @@ def build(
     sizes = options.sizes(config, source.has_mtp)
     shapes = options.shapes(config, source.has_mtp)
     with replacing(output_dir) as scratch:
-        models = _trace(config, sizes, shapes, report)
+        models = _trace(config, sizes, shapes, options, report)
         _write_weights(scratch, models, source, report)
         _copy_tokenizer(checkpoint_dir, scratch)
         versions = {name: metadata.version(name) for name in ("onnxruntime", "onnxscript")}
-        manifest = Manifest(options.target, options.dtype, config, sizes, shapes, {}, versions)
+        manifest = Manifest(options.target, options.dtype, options.linear_dtypes, config, sizes, shapes, {}, versions)
         if measure is not None:
             (scratch / LATENCY_FILE).write_text(measure(scratch, manifest), encoding="utf-8")
         manifest = dataclasses.replace(manifest, files={path.name: sha256(path) for path in sorted(scratch.iterdir())})
@@ -151,22 +164,25 @@ def check_tokenizer(checkpoint_dir: Path, config: ModelConfig) -> None:
         )
 
 
-def trace_all(config: ModelConfig, sizes: EngineSizes, shapes: Shapes) -> Iterator[ir.Model]:
+def trace_all(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: BuildOptions) -> Iterator[ir.Model]:
     """The graphs of an engine in the order of `graph_stems`."""
-    ops = OnnxRuntimeOps()
+    ops = OnnxRuntimeOps("experts" if options.expert_dtype == "int8" else "none")
     yield graphs.target_step(config, sizes, ops)
     yield graphs.commit(config, sizes, ops)
     if sizes.has_mtp:
+        ops = OnnxRuntimeOps("all" if options.draft_dtype == "int8" else "none")
         yield graphs.draft_round(config, sizes, ops, 0, 1)
         for steps, topk in shapes:
             yield graphs.draft_round(config, sizes, ops, steps, topk)
 
 
-def _trace(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, report: Report) -> Models:
+def _trace(
+    config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: BuildOptions, report: Report
+) -> Models:
     """The first half of the work."""
     models: Models = {}
     stems = graph_stems(sizes.has_mtp, shapes)
-    for stem, model in zip(stems, trace_all(config, sizes, shapes), strict=True):
+    for stem, model in zip(stems, trace_all(config, sizes, shapes, options), strict=True):
         models[stem] = model
         report(f"traced {stem}: {len(model.graph)} nodes", 0.5 * len(models) / len(stems))
     return models

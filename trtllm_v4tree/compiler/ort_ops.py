@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, f32, i64
+from trtllm_v4tree.network.weight import INT8_BLOCK, Weight, quantized
 
 MS = "com.microsoft"
 
 
 class OnnxRuntimeOps(V4TreeOps):
-    """Fewer and cheaper nodes than the reference bodies; the same values up to rounding."""
+    """Fewer and cheaper nodes than the reference bodies; the same values up to rounding.
+
+    `int8` names what computes with 8-bit weights and activations (blocks of 32 inputs): nothing, the routed experts, or all linears.
+    """
+
+    def __init__(self, int8: Literal["none", "experts", "all"] = "none") -> None:
+        self.int8 = int8
+        self._quantized: dict[str, tuple[Weight, Weight]] = {}
 
     max_grouped_experts = 32
     """A grouped expert is two nodes, and its weights are packed once; the MoE kernel packs them in every call of several rows."""
+
+    def linear(self, op: Op, x: Value, weight: Value) -> Value:
+        return self._int8_linear(op, x, weight) if self.int8 == "all" else super().linear(op, x, weight)
+
+    def expert_linear(self, op: Op, x: Value, weight: Value) -> Value:
+        return super().linear(op, x, weight) if self.int8 == "none" else self._int8_linear(op, x, weight)
+
+    def _int8_linear(self, op: Op, x: Value, weight: Value) -> Value:
+        """MatMulNBits: activations are rounded to 8 bits per block too, sums are exact integers."""
+        assert isinstance(weight, Weight) and weight.shape is not None and weight.name is not None
+        inputs, outputs = (int(str(dim)) for dim in weight.shape)
+        if inputs % INT8_BLOCK:
+            return super().linear(op, x, weight)
+        graph = op.builder.root.graph
+        if f"{weight.name}.int8" not in graph.initializers:
+            self._quantized[weight.name] = quantized(weight)
+            for part in self._quantized[weight.name]:
+                graph.initializers[part.name or ""] = part
+        packed, scale = self._quantized[weight.name]
+        return op.MatMulNBits(
+            x, packed, scale, K=inputs, N=outputs, bits=8, block_size=INT8_BLOCK, accuracy_level=4, _domain=MS
+        )
 
     def sinkhorn(self, op: Op, logits: Value, iterations: int, eps: float) -> Value:
         """Each half step after the first is one LpNormalization node.

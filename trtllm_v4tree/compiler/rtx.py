@@ -63,7 +63,9 @@ def check_options(capabilities: Sequence[str], dtype: str) -> None:
     """Raises ConfigError for a compute capability or dtype that this target lacks; needs no TensorRT."""
     for name in capabilities:
         if name not in CAPABILITIES:
-            raise ConfigError(f"compute capability {name!r} is unknown to tensorrt-rtx: choose from {', '.join(CAPABILITIES)}.")
+            raise ConfigError(
+                f"compute capability {name!r} is unknown to tensorrt-rtx: choose from {', '.join(CAPABILITIES)}."
+            )
     if not capabilities:
         raise ConfigError(f"no compute capability was given: choose from {', '.join(CAPABILITIES)}.")
     if dtype not in DTYPES:
@@ -80,7 +82,15 @@ def profiles(sizes: EngineSizes, nodes: int, batch: int) -> dict[str, Range]:
         "P": 1 + s.csa_ratio, "O": 1 + nodes, "X": most, "Y": most,
     }  # fmt: skip
     least = dict.fromkeys(tops, 0) | dict.fromkeys(("B", "N", "W", "T", "P", "O", "S"), 1)
-    typical = {"M": -(-nodes // s.csa_ratio), "Q": 1, "X": batch, "Y": batch, "S": min(4, s.max_commit), "A": most, "Z": most}
+    typical = {
+        "M": -(-nodes // s.csa_ratio),
+        "Q": 1,
+        "X": batch,
+        "Y": batch,
+        "S": min(4, s.max_commit),
+        "A": most,
+        "Z": most,
+    }
     return {name: (least[name], min(typical.get(name, top), top), top) for name, top in tops.items()}
 
 
@@ -95,6 +105,7 @@ def graph_profiles(stem: str, sizes: EngineSizes) -> list[dict[str, Range]]:
 
 def bounds(shape: Sequence[int | str], ranges: dict[str, Range]) -> list[tuple[int, ...]]:
     """Least, typical and largest shape of a contract shape; a dim like `W+N` is the sum of its symbols."""
+
     def size(dim: int | str, which: int) -> int:
         return dim if isinstance(dim, int) else sum(ranges[name][which] for name in dim.split("+"))
 
@@ -165,7 +176,9 @@ class RtxBuilder:
             return
         error = parser.get_error(0)
         text = error.desc().splitlines()[-1]
-        raise CompileError(f"TensorRT-RTX cannot read node {error.node_name()} ({error.node_operator()}) of graph {name}: {text}")
+        raise CompileError(
+            f"TensorRT-RTX cannot read node {error.node_name()} ({error.node_operator()}) of graph {name}: {text}"
+        )
 
     def _config(self, builder: Any) -> Any:
         config = builder.create_builder_config()

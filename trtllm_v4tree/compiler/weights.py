@@ -14,8 +14,12 @@ import onnx_ir as ir
 from trtllm_v4tree.engine_dir import WEIGHTS_FILE
 from trtllm_v4tree.network.weight import TensorSource, Weight
 
-_CODES: dict[ir.DataType, str] = {ir.DataType.FLOAT: "F32", ir.DataType.INT64: "I64"}
-_DTYPES: dict[ir.DataType, np.dtype[Any]] = {ir.DataType.FLOAT: np.dtype("<f4"), ir.DataType.INT64: np.dtype("<i8")}
+_CODES: dict[ir.DataType, str] = {ir.DataType.FLOAT: "F32", ir.DataType.INT64: "I64", ir.DataType.UINT8: "U8"}
+_DTYPES: dict[ir.DataType, np.dtype[Any]] = {
+    ir.DataType.FLOAT: np.dtype("<f4"),
+    ir.DataType.INT64: np.dtype("<i8"),
+    ir.DataType.UINT8: np.dtype("u1"),
+}
 _ALIGN = 64
 
 

@@ -42,3 +42,36 @@ def rope_first(array: np.ndarray, heads: int, head_dim: int, rope_dim: int, axis
     split = moved.reshape(heads, head_dim, *moved.shape[1:])
     rolled = np.roll(split, rope_dim, axis=1).reshape(moved.shape)
     return np.moveaxis(rolled, 0, axis)
+
+
+INT8_BLOCK = 32
+"""Inputs of a row that share one scale, as in the FP4 experts of the released checkpoints."""
+
+
+def quantized(weight: Weight) -> tuple[Weight, Weight]:
+    """A linear weight [I, O] as unsigned 8-bit [O, I / 32, 32], zero at 128, and its scales [O, I / 32]."""
+    assert weight.shape is not None
+    inputs, outputs = (int(str(dim)) for dim in weight.shape)
+    blocks = [outputs, inputs // INT8_BLOCK]
+
+    def rows(source: TensorSource) -> np.ndarray:
+        return np.ascontiguousarray(weight.load(source).T).reshape(*blocks, INT8_BLOCK)
+
+    packed = Weight(
+        [*blocks, INT8_BLOCK], lambda source: quantize_blocks(rows(source))[0], dtype=ir.DataType.UINT8
+    )
+    scale = Weight(blocks, lambda source: quantize_blocks(rows(source))[1])
+    packed.name, scale.name = f"{weight.name}.int8", f"{weight.name}.scale"
+    return packed, scale
+
+
+def quantize_blocks(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks on the last axis -> (uint8 with zero 128, scale): a power-of-two scale where it loses nothing (FP4 values), else
+    the largest magnitude over 127."""
+    largest = np.abs(rows).max(axis=-1, keepdims=True)
+    safe = np.where(largest > 0, largest, 1)
+    exact = np.exp2(np.floor(np.log2(safe)) - 6).astype(np.float32)
+    is_exact = (np.mod(rows, exact) == 0).all(axis=-1, keepdims=True)
+    scale = np.where(is_exact, exact, safe / 127).astype(np.float32)
+    codes = np.clip(np.rint(rows / scale), -127, 127) + 128
+    return codes.astype(np.uint8), scale[..., 0]

@@ -32,7 +32,9 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """`shape` is asked before a draft round, `choose` after it, `observe` after acceptance."""
+    """`shape` is asked before a draft round, `choose` after it, `observe` after acceptance; no tree has more than `max_nodes`."""
+
+    max_nodes: int
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:

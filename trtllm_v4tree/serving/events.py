@@ -65,7 +65,12 @@ class Submission:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
                 prompt = [(str(role), str(text)) for role, text in prompt]
             timeout = data["timeout_s"]
-            return cls(str(data["request_id"]), prompt, SamplingParams(**data["params"]), None if timeout is None else float(timeout))
+            return cls(
+                str(data["request_id"]),
+                prompt,
+                SamplingParams(**data["params"]),
+                None if timeout is None else float(timeout),
+            )
         except (KeyError, TypeError, ValueError, RequestError) as error:
             raise ServingError(Code.INVALID_ARGUMENT, f"the submission cannot be read: {error}") from error
 
@@ -110,7 +115,11 @@ class Event:
         )
 
     def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"token_ids": self.token_ids, "text": self.text, "usage": dataclasses.astuple(self.usage)}
+        data: dict[str, Any] = {
+            "token_ids": self.token_ids,
+            "text": self.text,
+            "usage": dataclasses.astuple(self.usage),
+        }
         if self.logprobs:
             data["logprobs"] = self.logprobs
         if self.finish_reason is not None:

@@ -50,7 +50,9 @@ def find_triton(cache: Path) -> Triton:
         return Triton(Path(on_path), Path(on_path).resolve().parents[1] / "backends", {})
     spec = util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
-        raise LaunchError("no tritonserver on PATH and nvidia-pytriton is not installed: pip install 'trtllm_v4tree[serve]'.")
+        raise LaunchError(
+            "no tritonserver on PATH and nvidia-pytriton is not installed: pip install 'trtllm_v4tree[serve]'."
+        )
     return _pytriton(Path(spec.submodule_search_locations[0]), cache)
 
 
@@ -64,7 +66,11 @@ def _pytriton(package: Path, cache: Path) -> Triton:
     backends = cache / "backends"
     shutil.copytree(root / "backends" / "python", backends / "python", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(stub, backends / "python" / stub.name)
-    libraries = [str(package.parent / "nvidia_pytriton.libs"), *_libpython_directories(), os.environ.get("LD_LIBRARY_PATH", "")]
+    libraries = [
+        str(package.parent / "nvidia_pytriton.libs"),
+        *_libpython_directories(),
+        os.environ.get("LD_LIBRARY_PATH", ""),
+    ]
     _link_package(backends / "python")
     environment = {
         "LD_LIBRARY_PATH": os.pathsep.join(p for p in libraries if p),
@@ -189,7 +195,9 @@ class TritonProcess:
         deadline = time.monotonic() + timeout_s
         while not self.ready():
             if self.process.poll() is not None:
-                raise LaunchError(f"tritonserver ended with status {self.process.returncode} before it was ready; its messages are above.")
+                raise LaunchError(
+                    f"tritonserver ended with status {self.process.returncode} before it was ready; its messages are above."
+                )
             if time.monotonic() > deadline:
                 raise LaunchError(f"tritonserver was not ready after {timeout_s:g} s.")
             time.sleep(0.1)

@@ -72,9 +72,16 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="v4tree-engine", daemon=True)
 
     @classmethod
-    def load(cls, engine_dir: str | Path, speculation: str, threads: int = 0, max_queue: int = 256) -> EngineLoop:
+    def load(
+        cls,
+        engine_dir: str | Path,
+        speculation: str,
+        threads: int = 0,
+        max_queue: int = 256,
+        deterministic: bool = False,
+    ) -> EngineLoop:
         """Loads an engine directory and starts its thread."""
-        llm = LLM(engine_dir, speculation, threads=threads)
+        llm = LLM(engine_dir, speculation, threads=threads, deterministic=deterministic)
         loop = cls(llm.engine, llm.tokenizer, max_queue)
         loop.start()
         return loop
@@ -114,7 +121,10 @@ class EngineLoop:
             time.sleep(0.02)
         left = list(self._live)
         for ticket in left:
-            ticket.error = ServingError(Code.UNAVAILABLE, f"the server stops and the request did not end within the grace time of {grace_s:g} s.")
+            ticket.error = ServingError(
+                Code.UNAVAILABLE,
+                f"the server stops and the request did not end within the grace time of {grace_s:g} s.",
+            )
             ticket.cancel()
         while left and self.busy and time.monotonic() < deadline + 5.0:
             time.sleep(0.02)
@@ -171,11 +181,16 @@ class EngineLoop:
         if self._draining:
             raise ServingError(Code.UNAVAILABLE, "the server is stopping and takes no new requests.")
         if self._given_up:
-            raise ServingError(Code.UNAVAILABLE, f"the engine failed {MAX_FAULTS} passes in a row and is not ready: restart the server.")
+            raise ServingError(
+                Code.UNAVAILABLE,
+                f"the engine failed {MAX_FAULTS} passes in a row and is not ready: restart the server.",
+            )
         if ticket.cancelled:
             raise ServingError(Code.CANCELLED, "the request was cancelled.")
         if self.engine.num_queued - len(self.engine.pools.slots) >= self.max_queue:
-            raise ServingError(Code.UNAVAILABLE, f"the queue is full ({self.max_queue} requests wait): try again later.")
+            raise ServingError(
+                Code.UNAVAILABLE, f"the queue is full ({self.max_queue} requests wait): try again later."
+            )
         submission = ticket.submission
         try:
             return self.engine.submit(self._encode(submission), submission.params, submission.request_id)
@@ -197,7 +212,9 @@ class EngineLoop:
             assert ticket.request is not None
             if ticket.expired and ticket.error is None:
                 ticket.error = ServingError(
-                    Code.DEADLINE_EXCEEDED, f"the request did not end within its {ticket.submission.timeout_s:g} s.", "timeout"
+                    Code.DEADLINE_EXCEEDED,
+                    f"the request did not end within its {ticket.submission.timeout_s:g} s.",
+                    "timeout",
                 )
             if ticket.cancelled or ticket.error is not None:
                 self.engine.cancel(ticket.request)
@@ -213,7 +230,9 @@ class EngineLoop:
             if ticket.request in failed or self._given_up:
                 assert ticket.request is not None
                 self.engine.cancel(ticket.request)
-                ticket.error = ServingError(Code.INTERNAL, f"the engine failed in this request's pass ({type(error).__name__}).")
+                ticket.error = ServingError(
+                    Code.INTERNAL, f"the engine failed in this request's pass ({type(error).__name__})."
+                )
 
     # ---------------------------------------------------------------- events
 
@@ -260,7 +279,9 @@ class EngineLoop:
 
     def _end(self, ticket: LoopTicket, event: Event) -> None:
         code = event.error.code if event.error else None
-        name = {None: "finished", Code.CANCELLED: "cancelled", Code.DEADLINE_EXCEEDED: "deadline_exceeded"}.get(code, "failed")
+        name = {None: "finished", Code.CANCELLED: "cancelled", Code.DEADLINE_EXCEEDED: "deadline_exceeded"}.get(
+            code, "failed"
+        )
         setattr(self.stats, name, getattr(self.stats, name) + 1)
         now = time.monotonic()
         log(

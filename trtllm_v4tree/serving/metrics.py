@@ -45,8 +45,12 @@ class Exporter:
             self._metrics[name] = self._family(f"v4tree_{name}_total", text, counter=True).Metric(labels={})
         for name, text in GAUGES.items():
             self._metrics[name] = self._family(f"v4tree_{name}", text, counter=False).Metric(labels={})
-        self._accepted_length = self._family("v4tree_accepted_length", "Tokens emitted per verify pass since the start", False).Metric(labels={})
-        self._by_depth = self._family("v4tree_accepted_depth_total", "Verify passes that emitted a token at this depth", True)
+        self._accepted_length = self._family(
+            "v4tree_accepted_length", "Tokens emitted per verify pass since the start", False
+        ).Metric(labels={})
+        self._by_depth = self._family(
+            "v4tree_accepted_depth_total", "Verify passes that emitted a token at this depth", True
+        )
         self._depths: list[Any] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="v4tree-metrics", daemon=True)

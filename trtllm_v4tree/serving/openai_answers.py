@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from trtllm_v4tree.runtime.sampling import TokenLogprobs
 from trtllm_v4tree.serving.events import Event, Usage
-from trtllm_v4tree.serving.requests import OpenAIRequest
+from trtllm_v4tree.serving.openai_requests import OpenAIRequest
 
 Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -80,7 +80,11 @@ class Answer:
         return [self._chunk([self.delta(index, event)])]
 
     def closing(self) -> list[Json]:
-        return [{**self._head(self.chunk_object), "choices": [], "usage": self.usage()}] if self.asked.include_usage else []
+        return (
+            [{**self._head(self.chunk_object), "choices": [], "usage": self.usage()}]
+            if self.asked.include_usage
+            else []
+        )
 
     def usage(self) -> Json:
         """Prompts count once, however many choices they have."""
@@ -100,7 +104,12 @@ class Answer:
         return {**chunk, "usage": None} if self.asked.include_usage else chunk
 
     def _head(self, kind: str) -> Json:
-        return {"id": f"{self.prefix}-{self.request_id}", "object": kind, "created": self.created, "model": self.asked.model}
+        return {
+            "id": f"{self.prefix}-{self.request_id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.asked.model,
+        }
 
 
 class CompletionAnswer(Answer):
@@ -156,7 +165,10 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[Json]:
         start = {"role": "assistant", "content": ""}
-        return [self._chunk([{"index": i, "delta": start, "finish_reason": None, "logprobs": None}]) for i in range(len(self.usages))]
+        return [
+            self._chunk([{"index": i, "delta": start, "finish_reason": None, "logprobs": None}])
+            for i in range(len(self.usages))
+        ]
 
     def choice(self, index: int, event: Event) -> Json:
         return {**self._choice(index, event), "message": {"role": "assistant", "content": event.text, "refusal": None}}

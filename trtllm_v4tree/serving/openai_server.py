@@ -22,8 +22,9 @@ from trtllm_v4tree.errors import ConfigError
 from trtllm_v4tree.serving.events import Backend, Code, Event, ServingError, Ticket
 from trtllm_v4tree.serving.logs import configure, log
 from trtllm_v4tree.serving.openai_answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, error_body
+from trtllm_v4tree.serving.openai_requests import OpenAIRequest, chat_request, completion_request
 from trtllm_v4tree.serving.remote import RemoteLoop
-from trtllm_v4tree.serving.requests import Limits, OpenAIRequest, chat_request, checked_id, completion_request
+from trtllm_v4tree.serving.requests import Limits, checked_id
 from trtllm_v4tree.tokenizer import EngineTokenizer
 
 try:
@@ -38,6 +39,7 @@ except ImportError as _error:
 
 BODY_TIMEOUT_S = 60.0
 MAX_CONNECTIONS = 1024
+MAX_DROPPED_BYTES = 64 << 20
 _STATUS = {
     Code.INVALID_ARGUMENT: 400,
     Code.CANCELLED: 499,
@@ -113,7 +115,13 @@ class Endpoint:
         return await self._answer(request, asked, ChatAnswer(asked, self.tokens))
 
     def _model_card(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": 0, "owned_by": "trtllm_v4tree", "max_model_len": self.limits.max_seq_len}
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "trtllm_v4tree",
+            "max_model_len": self.limits.max_seq_len,
+        }
 
     # ---------------------------------------------------------------- before
 
@@ -126,10 +134,16 @@ class Endpoint:
                 return error.response
             except ServingError as error:
                 status = _STATUS[error.code]
-                return JSONResponse(error_body(status, error.message, error.code.value.lower(), error.field), status, _error_headers(status))
+                return JSONResponse(
+                    error_body(status, error.message, error.code.value.lower(), error.field),
+                    status,
+                    _error_headers(status),
+                )
             except Exception as error:
                 log("openai_failed", logging.ERROR, exc_info=True)
-                return JSONResponse(error_body(500, f"the request could not be answered ({type(error).__name__})."), 500)
+                return JSONResponse(
+                    error_body(500, f"the request could not be answered ({type(error).__name__})."), 500
+                )
             return response
 
         return guarded
@@ -144,7 +158,9 @@ class Endpoint:
 
     def _check_model(self, name: str) -> None:
         if name != self.model:
-            raise _HttpError(404, f"model {name[:200]!r} does not exist: this server has {self.model!r}.", "model_not_found", "model")
+            raise _HttpError(
+                404, f"model {name[:200]!r} does not exist: this server has {self.model!r}.", "model_not_found", "model"
+            )
 
     async def _body(self, request: Request) -> Any:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -162,17 +178,15 @@ class Endpoint:
             raise _HttpError(400, f"the body is not valid JSON ({error})."[:300]) from None
 
     async def _bytes(self, request: Request) -> bytes:
-        limit = self.max_body_bytes
-        declared = request.headers.get("content-length", "")
-        data = bytearray()
-        too_large = declared.isdecimal() and int(declared) > limit
-        if not too_large:
-            async for part in request.stream():
+        """The body; of one that is too large the rest is read and dropped, so that a client that still sends sees the answer."""
+        limit, size, data = self.max_body_bytes, 0, bytearray()
+        async for part in request.stream():
+            size += len(part)
+            if size <= limit:
                 data += part
-                if len(data) > limit:
-                    too_large = True
-                    break
-        if too_large:
+            elif size > limit + MAX_DROPPED_BYTES:
+                break
+        if size > limit:
             raise _HttpError(413, f"the body is larger than {limit} bytes: send less.")
         return bytes(data)
 
@@ -234,7 +248,9 @@ class _Stream(StreamingResponse):
     """Server-sent events; a client that leaves early cancels."""
 
     def __init__(self, running: _Running, answer: Answer, headers: dict[str, str]) -> None:
-        super().__init__(_sse(running, answer), media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"})
+        super().__init__(
+            _sse(running, answer), media_type="text/event-stream", headers={**headers, "Cache-Control": "no-cache"}
+        )
         self._running = running
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -249,7 +265,11 @@ async def _sse(running: _Running, answer: Answer) -> AsyncIterator[str]:
         yield _data(chunk)
     async for index, event in running:
         if event.error is not None:
-            yield _data(error_body(_STATUS[event.error.code], event.error.message, event.error.code.value.lower(), event.error.field))
+            yield _data(
+                error_body(
+                    _STATUS[event.error.code], event.error.message, event.error.code.value.lower(), event.error.field
+                )
+            )
             return
         for chunk in answer.chunks(index, event):
             yield _data(chunk)
@@ -292,18 +312,24 @@ def _request_id(request: Request) -> str:
 
 
 async def _http_exception(request: Request, error: HTTPException) -> Response:
-    return JSONResponse(error_body(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}."), error.status_code)
+    return JSONResponse(
+        error_body(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}."), error.status_code
+    )
 
 
 # ---------------------------------------------------------------- process
 
 
-def make_app(engine_dir: Path, model: str, socket_path: Path, key: str | None, max_body_bytes: int, timeout_s: float | None) -> Starlette:
+def make_app(
+    engine_dir: Path, model: str, socket_path: Path, key: str | None, max_body_bytes: int, timeout_s: float | None
+) -> Starlette:
     """The ASGI application for the engine whose owner listens on `socket_path`."""
     configure()
     remote = RemoteLoop(socket_path)
     tokens = TokenTexts(EngineTokenizer(engine_dir / "tokenizer.json").tokenizer)
-    return Endpoint(remote, remote.stats, Limits.of(Manifest.read(engine_dir)), tokens, model, key, max_body_bytes, timeout_s).app()
+    return Endpoint(
+        remote, remote.stats, Limits.of(Manifest.read(engine_dir)), tokens, model, key, max_body_bytes, timeout_s
+    ).app()
 
 
 class _Server(uvicorn.Server):

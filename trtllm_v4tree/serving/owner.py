@@ -42,7 +42,8 @@ class Owner:
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._io)
         self._thread.join(timeout=5.0)
-        self.path.unlink(missing_ok=True)
+        for path in (self.path, self.path.with_suffix(".lock")):
+            path.unlink(missing_ok=True)
         os.close(self._lock)
 
     def _run(self) -> None:
@@ -70,8 +71,8 @@ class Owner:
             while True:
                 length = wire.body_length(await reader.readexactly(wire.HEADER_BYTES))
                 await connection.handle(wire.parse(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass  # the peer or this process ends
         except Exception as error:
             log("connection_closed", logging.WARNING, reason=str(error))
         finally:
@@ -121,7 +122,9 @@ class _Connection:
         except ServingError as error:
             self.send({"events": [[number, failure(error).to_json()]]})
             return
-        self.tickets[number] = self.owner.engine_loop.submit_to(submission, lambda _, event: self._on_event(number, event))
+        self.tickets[number] = self.owner.engine_loop.submit_to(
+            submission, lambda _, event: self._on_event(number, event)
+        )
 
     async def _drain(self, number: int, grace_s: float) -> None:
         whole = await asyncio.to_thread(self.owner.engine_loop.drain, grace_s)
@@ -167,5 +170,3 @@ def _locked(socket_path: Path) -> int:
             "another process of this server owns the engine already: give the model tensorrt_llm an instance_group of count 1."
         ) from None
     return descriptor
-
-

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,18 +33,6 @@ class RemoteLoop:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._link: _Link | None = None
-
-    def wait(self, timeout_s: float) -> None:
-        """Until the owner listens; raises ServingError if it does not in time."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                self._connected()
-                return
-            except ServingError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
 
     def submit(self, submission: Submission, on_event: Callable[[Event], None]) -> RemoteTicket:
         """Raises ServingError (UNAVAILABLE) while the engine's process is down; every other refusal comes as an event."""
@@ -112,10 +100,8 @@ class _Link:
 
     def close(self) -> None:
         self.alive = False
-        try:
+        with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def _read(self) -> None:
         stream = self.socket.makefile("rb")

@@ -56,8 +56,9 @@ class Stats:
 
 
 def _scratch_bytes(engine: Engine) -> int:
-    """Bytes of scratch that a verify pass of the rows now active may take: most nodes of a tree x bytes per node."""
-    return engine.sizes.max_verify_tokens * engine.num_active * int(state_bytes(engine.config, engine.sizes).per_node)
+    """Bytes of scratch that a verify pass of the rows now active may take: most nodes of its trees x bytes per node."""
+    nodes = 1 if engine.policy is None else engine.policy.max_nodes
+    return nodes * engine.num_active * int(state_bytes(engine.config, engine.sizes).per_node)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -28,7 +29,8 @@ from trtllm_v4tree.serving.loop import EngineLoop
 from trtllm_v4tree.serving.metrics import Exporter
 from trtllm_v4tree.serving.owner import Owner
 from trtllm_v4tree.serving.remote import RemoteLoop
-from trtllm_v4tree.serving.requests import Generation, Limits, text_request, token_request
+from trtllm_v4tree.serving.requests import Generation, Limits
+from trtllm_v4tree.serving.triton_requests import text_request, token_request
 from trtllm_v4tree.serving.wire import default_socket
 
 CANCEL_POLL_S = 0.05  # at least; and after every round
@@ -41,6 +43,7 @@ class Settings:
     engine_dir: Path
     socket: Path
     speculation: str = "none"
+    deterministic: bool = False
     threads: int = 0
     max_queue_size: int = 256
     exclude_input_in_output: bool = True
@@ -59,16 +62,13 @@ class Settings:
             engine_dir=engine_dir,
             socket=Path(socket) if socket else default_socket(engine_dir, os.getppid()),
             speculation=given.get("speculation") or "none",
+            deterministic=_switch(given, "deterministic", False),
             threads=_number(given, "threads", 0, 1024),
             max_queue_size=_number(given, "max_queue_size", 256, 1 << 20),
             exclude_input_in_output=_switch(given, "exclude_input_in_output", True),
             max_request_seconds=float(_number(given, "max_request_seconds", 0, 1 << 30)),
             log_level=given.get("log_level") or "info",
         )
-
-    @property
-    def timeout_s(self) -> float | None:
-        return self.max_request_seconds or None
 
 
 def _number(given: dict[str, str], name: str, default: int, high: int) -> int:
@@ -156,7 +156,7 @@ class _Model:
             try:
                 live = _Live(sender, self._checked(request))
                 self._live.add(live)
-                live.ticket = self.backend.submit(live.generation.submission, lambda event, live=live: self._on_event(live, event))
+                live.ticket = self.backend.submit(live.generation.submission, partial(self._on_event, live))
             except ServingError as error:
                 if live is not None:
                     self._live.discard(live)
@@ -165,7 +165,9 @@ class _Model:
                 logs.log("execute_failed", exc_info=True)
                 if live is not None:
                     self._live.discard(live)
-                self._send_error(sender, ServingError(Code.INTERNAL, f"the request could not be read ({type(error).__name__})."))
+                self._send_error(
+                    sender, ServingError(Code.INTERNAL, f"the request could not be read ({type(error).__name__}).")
+                )
 
     def finalize(self) -> None:
         self._closing = True
@@ -182,12 +184,19 @@ class _Model:
 
     def _checked(self, request: Any) -> Generation:
         tensors: dict[str, NDArray[Any]] = {t.name(): t.as_numpy() for t in request.inputs()}
-        generation = self.generation(tensors, request.request_id())
+        generation = self.generation(tensors, request.request_id(), self._timeout_s(request))
         if generation.stream and not self.decoupled:
-            raise ServingError(Code.INVALID_ARGUMENT, "stream must be false on this model: use the decoupled one.", "stream")
+            raise ServingError(
+                Code.INVALID_ARGUMENT, "stream must be false on this model: use the decoupled one.", "stream"
+            )
         return generation
 
-    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str) -> Generation:
+    def _timeout_s(self, request: Any) -> float | None:
+        """The shorter of the client's `timeout` (microseconds) and the server's limit."""
+        limits = [t for t in (request.timeout() / 1e6, self.settings.max_request_seconds) if t > 0]
+        return min(limits, default=None)
+
+    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str, timeout_s: float | None) -> Generation:
         raise NotImplementedError
 
     def outputs(self, live: _Live, event: Event) -> list[Any]:
@@ -251,7 +260,9 @@ class _Model:
             Code.CANCELLED: codes.CANCELLED,
             Code.DEADLINE_EXCEEDED: codes.CANCELLED,
         }.get(error.code, codes.INTERNAL)
-        response = self.pb.InferenceResponse(output_tensors=[], error=codes(f"{error.code.value}: {error.message}", code))
+        response = self.pb.InferenceResponse(
+            output_tensors=[], error=codes(f"{error.code.value}: {error.message}", code)
+        )
         sender.send(response, self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _poll_cancelled(self) -> None:
@@ -264,10 +275,6 @@ class _Model:
                 if live.ticket is not None and live.ask_cancelled():
                     live.ticket.cancel()
             time.sleep(0.002)
-
-    def _shape(self, *dims: int) -> tuple[int, ...]:
-        """Shape of an output: models take batches of one."""
-        return (1, *dims)
 
     def _common_outputs(self, live: _Live, event: Event) -> list[Any]:
         """Outputs that both models have."""
@@ -292,7 +299,7 @@ class TokenModel(_Model):
     def initialize(self, args: dict[str, str]) -> None:
         self.start(json.loads(args["model_config"]))
         s = self.settings
-        self.loop = EngineLoop.load(s.engine_dir, s.speculation, s.threads, s.max_queue_size)
+        self.loop = EngineLoop.load(s.engine_dir, s.speculation, s.threads, s.max_queue_size, s.deterministic)
         self.backend = self.loop
         self.owner = Owner(self.loop, s.socket)
         self.exporter = Exporter(self.pb, self.loop.stats)
@@ -305,11 +312,11 @@ class TokenModel(_Model):
         self.owner.close()
         self.exporter.close()
 
-    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str) -> Generation:
+    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str, timeout_s: float | None) -> Generation:
         tokenizer = self.loop.tokenizer
         decode = None if tokenizer is None else tokenizer.tokenizer.decode
         s = self.settings
-        return token_request(tensors, self.limits, request_id, s.exclude_input_in_output, s.timeout_s, decode)
+        return token_request(tensors, self.limits, request_id, s.exclude_input_in_output, timeout_s, decode)
 
     def outputs(self, live: _Live, event: Event) -> list[Any]:
         ids = event.token_ids
@@ -338,12 +345,15 @@ class TextModel(_Model):
         super().finalize()
         self.remote.close()
 
-    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str) -> Generation:
+    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str, timeout_s: float | None) -> Generation:
         s = self.settings
-        return text_request(tensors, self.limits, request_id, s.exclude_input_in_output, s.timeout_s)
+        return text_request(tensors, self.limits, request_id, s.exclude_input_in_output, timeout_s)
 
     def outputs(self, live: _Live, event: Event) -> list[Any]:
         text = event.text
         if live.generation.include_prompt and not live.started:
             text = f"{live.generation.submission.prompt}{text}"
-        return [self.pb.Tensor("text_output", np.array([[text.encode()]], np.object_)), *self._common_outputs(live, event)]
+        return [
+            self.pb.Tensor("text_output", np.array([[text.encode()]], np.object_)),
+            *self._common_outputs(live, event),
+        ]

@@ -1,0 +1,232 @@
+"""The kernels as ahead-of-time quick plugins of TensorRT: shapes, dtype combinations, tactics, and the compiled code of a chip.
+
+Importing this module registers them with the `tensorrt` that is installed. NVIDIA's front end reads the annotations of the
+functions below, so they are real types here and not strings.
+
+Every plugin: activations fp32, fp16 or bf16 together; states, masks, rotations fp32; tables int64. `capability` is 80, 90, ...
+"""
+# ruff: noqa: UP006, UP035  (the front end compares the spelling typing.Tuple)
+
+import functools
+from typing import Any, List, Tuple
+
+import tensorrt as trt
+import tensorrt.plugin as trtp
+from tensorrt.plugin import TensorDesc as Desc
+
+from v4tree_plugins import aot
+
+Launch = Tuple[str | bytes, str | bytes, trtp.KernelLaunchParams, trtp.SymIntExprs]
+_NAMES = {trt.DataType.FLOAT: "fp32", trt.DataType.HALF: "fp16", trt.DataType.BF16: "bf16"}
+_IO_NAMES = ("FP32", "FP16", "BF16")
+POOL_BLOCKS = (8, 4)
+
+
+@functools.cache
+def _machine_code(build: Any, arguments: tuple[Any, ...], capability: int) -> tuple[str, bytes, int, int]:
+    """Entry name, cubin, threads of a block and bytes of shared memory of a variant; one compilation per process."""
+    if capability not in aot.CAPABILITIES:
+        raise ValueError(
+            f"compute capability {capability} is unknown: choose from {', '.join(map(str, aot.CAPABILITIES))}"
+        )
+    compiled = aot.compile_variant(build(*arguments), capability)
+    if not compiled.fits:
+        limit = aot.SHARED_LIMIT[capability]
+        raise ValueError(
+            f"{compiled.variant} needs {compiled.shared} bytes of shared memory, sm_{capability} has {limit}"
+        )
+    _, cubin = aot.assemble(aot.without_hidden_parameters(compiled.ptx))
+    return compiled.entry, cubin, 32 * compiled.num_warps, compiled.shared
+
+
+def _launch(code: tuple[str, bytes, int, int], grid: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
+    name, cubin, threads, shared = code
+    params = trtp.KernelLaunchParams()
+    for axis, size in zip("xyz", grid, strict=False):
+        setattr(params, f"grid_{axis}", size)
+    params.block_x, params.shared_mem = threads, shared
+    extra = trtp.SymIntExprs(len(scalars))
+    for i, value in enumerate(scalars):
+        extra[i] = trtp.SymInt32(value)
+    return name, cubin, params, extra
+
+
+def _combinations(pattern: str, tactics: int) -> List[trtp.AutoTuneCombination]:
+    """One combination per activation dtype, which stands for each `A` of the pattern. Tactics are numbered from 1."""
+    numbers = list(range(1, tactics + 1))
+    return [trtp.AutoTuneCombination(pattern.replace("A", name), "LINEAR", numbers) for name in _IO_NAMES]
+
+
+def _fixed(dim: Any, what: str) -> int:
+    if not dim.is_constant:
+        raise ValueError(f"{what} must be known when the engine is built")
+    return dim.constant_value()
+
+
+@trtp.register("v4tree::tree_pool")
+def tree_pool(
+    state: Desc, slots: Desc, raw: Desc, table: Desc, norm: Desc, cos: Desc, sin: Desc, eps: float, capability: int
+) -> Desc:
+    """state [slots, 3 or 1, 2 dim], slots [B], raw [B, rows, 2 dim], table [B, M, S] -> entries [B, M, dim]."""
+    shape = (table.shape_expr[0], table.shape_expr[1], norm.shape_expr[0])
+    return trtp.from_shape_expr(shape, raw.dtype)
+
+
+@trtp.autotune("v4tree::tree_pool")
+def tree_pool_autotune(
+    state: Desc, slots: Desc, raw: Desc, table: Desc, norm: Desc, cos: Desc, sin: Desc, outputs: Tuple[Desc]
+) -> List[trtp.AutoTuneCombination]:
+    return _combinations("FP32,INT64,A,INT64,A,FP32,FP32,A", len(POOL_BLOCKS))
+
+
+@trtp.aot_impl("v4tree::tree_pool")
+def tree_pool_aot(
+    state: Desc, slots: Desc, raw: Desc, table: Desc, norm: Desc, cos: Desc, sin: Desc,
+    eps: float, capability: int, outputs: Tuple[Desc], tactic: int,
+) -> Launch:  # fmt: skip
+    dim, states = (
+        _fixed(norm.shape_expr[0], "the width of an entry"),
+        _fixed(state.shape_expr[1], "the number of states"),
+    )
+    rope = 2 * _fixed(cos.shape_expr[2], "the number of rotated dims")
+    block = POOL_BLOCKS[max(tactic, 1) - 1]
+    code = _machine_code(aot.pool_variant, (_NAMES[raw.dtype], dim, states, block, rope, eps), capability)
+    batch, entries = table.shape_expr[0], table.shape_expr[1]
+    return _launch(code, (trtp.max(batch * entries, 1),), (entries, raw.shape_expr[1], table.shape_expr[2]))
+
+
+@trtp.register("v4tree::tree_index_score")
+def tree_index_score(
+    query: Desc, weights: Desc, entries: Desc, rows: Desc, branch: Desc, mask: Desc, capability: int
+) -> Desc:
+    """query [B, N, Hi, di], weights [B, N, Hi], rows [B, E], branch [B, M, di], mask [B, N, E + M] -> fp32 scores [B, N, E + M]."""
+    shape = (mask.shape_expr[0], mask.shape_expr[1], mask.shape_expr[2])
+    return trtp.from_shape_expr(shape, trt.DataType.FLOAT)
+
+
+@trtp.autotune("v4tree::tree_index_score")
+def tree_index_score_autotune(
+    query: Desc, weights: Desc, entries: Desc, rows: Desc, branch: Desc, mask: Desc, outputs: Tuple[Desc]
+) -> List[trtp.AutoTuneCombination]:
+    return _combinations("A,A,A,INT64,A,FP32,FP32", len(aot.score_blocks("bf16")))
+
+
+@trtp.aot_impl("v4tree::tree_index_score")
+def tree_index_score_aot(
+    query: Desc, weights: Desc, entries: Desc, rows: Desc, branch: Desc, mask: Desc, capability: int,
+    outputs: Tuple[Desc], tactic: int,
+) -> Launch:  # fmt: skip
+    heads, dim = (_fixed(query.shape_expr[i], "the shape of the indexer") for i in (2, 3))
+    dtype = _NAMES[query.dtype]
+    block = aot.score_blocks(dtype)[max(tactic, 1) - 1]
+    code = _machine_code(aot.score_variant, (dtype, block, heads, dim), capability)
+    batch, nodes, keys = (mask.shape_expr[i] for i in range(3))
+    grid = (trtp.max(trtp.cdiv(keys, block), 1), trtp.cdiv(nodes, aot.SCORE_GROUP), batch)
+    return _launch(code, grid, (nodes, rows.shape_expr[1], branch.shape_expr[1]))
+
+
+@trtp.register("v4tree::tree_attention")
+def tree_attention(
+    q: Desc, window: Desc, window_rows: Desc, nodes: Desc, node_mask: Desc, entries: Desc, entry_rows: Desc, branch: Desc,
+    entry_mask: Desc, sink: Desc, cos: Desc, sin: Desc, capability: int,
+) -> Desc:  # fmt: skip
+    """q [B, N, H, d] and the four sources of keys -> attention output [B, N, H, d], rotated back, in one launch."""
+    return q.like()
+
+
+@trtp.autotune("v4tree::tree_attention")
+def tree_attention_autotune(
+    q: Desc, window: Desc, window_rows: Desc, nodes: Desc, node_mask: Desc, entries: Desc, entry_rows: Desc, branch: Desc,
+    entry_mask: Desc, sink: Desc, cos: Desc, sin: Desc, capability: int, outputs: Tuple[Desc],
+) -> List[trtp.AutoTuneCombination]:  # fmt: skip
+    return _attention_types("A", capability)
+
+
+def _attention_types(outputs: str, capability: int) -> List[trtp.AutoTuneCombination]:
+    """Activations of one dtype, and masks that are both additive (FP32) or both packed (INT64)."""
+    found = []
+    for name in _IO_NAMES:
+        tactics = list(range(1, len(aot.attention_tiles(name.lower(), capability)) + 1))
+        for mask in ("FP32", "INT64"):
+            pattern = f"A,A,INT64,A,{mask},A,INT64,A,{mask},FP32,FP32,FP32,{outputs}".replace("A", name)
+            found.append(trtp.AutoTuneCombination(pattern, "LINEAR", tactics))
+    return found
+
+
+def _attention_launch(
+    q: Any, window_rows: Any, node_mask: Any, entry_rows: Any, branch: Any, cos: Any, splits: int, capability: int, tactic: int
+) -> Any:  # fmt: skip
+    batch, nodes = q.shape_expr[0], q.shape_expr[1]
+    heads, dim = (_fixed(q.shape_expr[i], "the shape of a head") for i in (2, 3))
+    rope = 2 * _fixed(cos.shape_expr[2], "the number of rotated dims")
+    dtype, packed = _NAMES[q.dtype], node_mask.dtype == trt.DataType.INT64
+    tile = aot.attention_tiles(dtype, capability)[max(tactic, 1) - 1]
+    code = _machine_code(aot.attention_variant, (dtype, heads, tile, splits, dim, rope, packed), capability)
+    grid = (trtp.cdiv(nodes * heads, tile.block_m), splits, batch)
+    own = len(entry_rows.shape_expr) == 3
+    counts = (nodes, window_rows.shape_expr[1], entry_rows.shape_expr[2 if own else 1], branch.shape_expr[1], int(own))
+    return _launch(code, grid, counts)
+
+
+@trtp.aot_impl("v4tree::tree_attention")
+def tree_attention_aot(
+    q: Desc, window: Desc, window_rows: Desc, nodes: Desc, node_mask: Desc, entries: Desc, entry_rows: Desc, branch: Desc,
+    entry_mask: Desc, sink: Desc, cos: Desc, sin: Desc, capability: int, outputs: Tuple[Desc], tactic: int,
+) -> Launch:  # fmt: skip
+    return _attention_launch(q, window_rows, node_mask, entry_rows, branch, cos, 1, capability, tactic)
+
+
+@trtp.register("v4tree::tree_attention_split")
+def tree_attention_split(
+    q: Desc, window: Desc, window_rows: Desc, nodes: Desc, node_mask: Desc, entries: Desc, entry_rows: Desc, branch: Desc,
+    entry_mask: Desc, sink: Desc, cos: Desc, sin: Desc, splits: int, capability: int,
+) -> Tuple[Desc, Desc, Desc]:  # fmt: skip
+    """The same keys in `splits` parts: fp32 sums [B, splits, N * H, d], maxima and weights [B, splits, N * H] for the combine."""
+    batch, rows, dim = q.shape_expr[0], q.shape_expr[1] * q.shape_expr[2], q.shape_expr[3]
+    part = trtp.from_shape_expr((batch, splits, rows, dim), trt.DataType.FLOAT)
+    return part, *(trtp.from_shape_expr((batch, splits, rows), trt.DataType.FLOAT) for _ in range(2))
+
+
+@trtp.autotune("v4tree::tree_attention_split")
+def tree_attention_split_autotune(
+    q: Desc, window: Desc, window_rows: Desc, nodes: Desc, node_mask: Desc, entries: Desc, entry_rows: Desc, branch: Desc,
+    entry_mask: Desc, sink: Desc, cos: Desc, sin: Desc, capability: int, outputs: Tuple[Desc, Desc, Desc],
+) -> List[trtp.AutoTuneCombination]:  # fmt: skip
+    return _attention_types("FP32,FP32,FP32", capability)
+
+
+@trtp.aot_impl("v4tree::tree_attention_split")
+def tree_attention_split_aot(
+    q: Desc, window: Desc, window_rows: Desc, nodes: Desc, node_mask: Desc, entries: Desc, entry_rows: Desc, branch: Desc,
+    entry_mask: Desc, sink: Desc, cos: Desc, sin: Desc, splits: int, capability: int,
+    outputs: Tuple[Desc, Desc, Desc], tactic: int,
+) -> Launch:  # fmt: skip
+    return _attention_launch(q, window_rows, node_mask, entry_rows, branch, cos, splits, capability, tactic)
+
+
+@trtp.register("v4tree::tree_attention_combine")
+def tree_attention_combine(
+    partial: Desc, part_max: Desc, part_sum: Desc, sink: Desc, cos: Desc, sin: Desc, like: Desc, capability: int
+) -> Desc:
+    """Merges the splits; `like` is q [B, N, H, d], which only gives shape and dtype."""
+    return like.like()
+
+
+@trtp.autotune("v4tree::tree_attention_combine")
+def tree_attention_combine_autotune(
+    partial: Desc, part_max: Desc, part_sum: Desc, sink: Desc, cos: Desc, sin: Desc, like: Desc, outputs: Tuple[Desc]
+) -> List[trtp.AutoTuneCombination]:
+    return _combinations("FP32,FP32,FP32,FP32,FP32,FP32,A,A", 1)
+
+
+@trtp.aot_impl("v4tree::tree_attention_combine")
+def tree_attention_combine_aot(
+    partial: Desc, part_max: Desc, part_sum: Desc, sink: Desc, cos: Desc, sin: Desc, like: Desc, capability: int,
+    outputs: Tuple[Desc], tactic: int,
+) -> Launch:  # fmt: skip
+    heads, dim = (_fixed(like.shape_expr[i], "the shape of a head") for i in (2, 3))
+    splits = _fixed(part_max.shape_expr[1], "the number of splits")
+    rope = 2 * _fixed(cos.shape_expr[2], "the number of rotated dims")
+    code = _machine_code(aot.combine_variant, (_NAMES[like.dtype], heads, splits, dim, rope), capability)
+    batch, nodes = like.shape_expr[0], like.shape_expr[1]
+    return _launch(code, (trtp.cdiv(nodes * heads, aot.COMBINE_ROWS), batch), (nodes,))

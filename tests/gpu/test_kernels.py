@@ -1,0 +1,56 @@
+"""Every kernel on a GPU against its float64 reference: the interpreter's tests again, and the sizes of V4-Flash and V4-Pro."""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+import pytest
+
+from tests.plugins import cases
+from tests.plugins.test_commit import test_fold, test_fold_of_one_row_is_bit_exact, test_scatter_rows
+from tests.plugins.test_tree_attention import (
+    check,
+    test_chain_and_64_node_tree,
+    test_full_width,
+    test_one_node,
+    test_packed_64_nodes,
+    test_packed_masks,
+    test_phases,
+    test_selected_rows_per_node,
+    test_splits,
+    test_trees_at_page_and_window_boundaries,
+)
+from tests.plugins.test_tree_index_score import (
+    test_64_heads_64_nodes,
+    test_one_node_and_nothing_to_score,
+    test_phases_and_page_boundaries,
+)
+from tests.plugins.test_tree_pool import (
+    test_64_nodes_batched_at_page_boundaries,
+    test_csa_at_every_phase,
+    test_extreme_scores,
+    test_hca_across_the_boundary,
+    test_hca_at_every_phase,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("splits", [1, 16])
+def test_attention_at_full_width(heads: int, splits: int, dtype: str) -> None:
+    """Trees of 1 to 64 nodes of 512-dim heads with every tile that the plugins offer for this chip."""
+    import torch
+    from v4tree_plugins import aot
+
+    major, minor = torch.cuda.get_device_capability()
+    known = [c for c in aot.CAPABILITIES if c <= 10 * major + minor]
+    for tile in aot.attention_tiles(dtype, known[-1]):
+        shape = {
+            "block_m": tile.block_m,
+            "block_k": tile.block_k,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+        check("csa", dtype, [1030, 129, 0], [8, 1, 16], heads=heads, dim=512, rope=64, splits=splits, **shape)
+    check("hca", dtype, [900], [64], heads=heads, dim=512, rope=64, splits=splits, **shape)

@@ -1,0 +1,131 @@
+"""The tensorrt-rtx target: refusals, profiles, the lowering's values on ONNX Runtime, and real ahead-of-time builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from trtllm_v4tree import contract
+from trtllm_v4tree.checkpoint import Checkpoint
+from trtllm_v4tree.compiler import rtx
+from trtllm_v4tree.compiler.trt_ops import TensorRtOps
+from trtllm_v4tree.compiler.weights import WeightPlan
+from trtllm_v4tree.config import ModelConfig
+from trtllm_v4tree.engine_dir import WEIGHTS_FILE
+from trtllm_v4tree.errors import ConfigError
+from trtllm_v4tree.network import graphs
+from trtllm_v4tree.network.ops import V4TreeOps
+from trtllm_v4tree.runtime.tables import Sequences, Tree, step_tables
+from trtllm_v4tree.sizes import EngineSizes
+
+NANO = Path(__file__).resolve().parents[2] / "models" / "v4-nano"
+BOTH = ("SM89", "SM120")
+
+
+@pytest.fixture(scope="module")
+def nano() -> ModelConfig:
+    return ModelConfig.from_pretrained(NANO)
+
+
+def sizes(config: ModelConfig, max_seq_len: int = 1024, **options: int) -> EngineSizes:
+    return EngineSizes.make(config, max_batch_size=4, max_seq_len=max_seq_len, max_verify_tokens=16, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("capabilities", "dtype"), [(("SM90",), "float32"), ((), "float32"), (("SM89",), "float16")])
+def test_refuses_in_one_sentence(capabilities: tuple[str, ...], dtype: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        rtx.check_options(capabilities, dtype)
+    assert str(error.value).count(".") == 1 and "\n" not in str(error.value)
+
+
+def test_profiles_are_ordered_and_reach_the_sizes(nano: ModelConfig) -> None:
+    s = sizes(nano)
+    spec = contract.target_step(nano, s)
+    found = rtx.graph_profiles("target_step", s)
+    assert [p["N"][2] for p in found] == [1, 16, 128]
+    for ranges in found:
+        for tensor in spec.inputs:
+            least, typical, most = rtx.bounds(tensor.shape, ranges)
+            assert all(a <= b <= c for a, b, c in zip(least, typical, most, strict=True)), tensor.name
+    assert rtx.bounds((4, "E+M"), found[1]) == [(4, 0), (4, 260), (4, 272)]
+
+
+def random_feeds(config: ModelConfig, s: EngineSizes) -> dict[str, np.ndarray]:
+    """A pass of two trees over random states."""
+    rng = np.random.default_rng(0)
+    parents = np.array([[-1, 0, 0, 1, 3, 4], [-1, 0, 1, 2, 3, 4]])
+    pages = 1 + np.arange(2 * s.pages_per_seq).reshape(2, -1)
+    seqs = Sequences(np.array([1, 2]), np.array([126, 261]), pages)
+    feeds = dict(
+        step_tables(s, seqs, Tree.make(parents, rng.integers(0, 4096, (2, 6))), np.zeros((2, 1), np.int64)).feeds
+    )
+    for spec in contract.states(config, s):
+        feeds[spec.name] = rng.standard_normal([int(d) for d in spec.shape]).astype(np.float32)
+    return feeds
+
+
+def test_lowering_means_the_same_as_the_reference(nano: ModelConfig, tmp_path: Path) -> None:
+    """The graph for TensorRT and the reference bodies give equal outputs on ONNX Runtime, indexer included."""
+    config = dataclasses.replace(nano, index_topk=32)
+    s, source = sizes(config), Checkpoint.open(NANO, nano, None)
+    assert s.sparse
+    feeds, results = random_feeds(config, s), []
+    for ops in (V4TreeOps(), TensorRtOps()):
+        model = graphs.target_step(config, s, ops)
+        plan = WeightPlan([model])
+        plan.write(tmp_path / WEIGHTS_FILE, source, lambda name, size: None)
+        plan.attach(model)
+        ir.save(model, tmp_path / "graph.onnx")
+        session = ort.InferenceSession(tmp_path / "graph.onnx")
+        names = {i.name for i in session.get_inputs()}
+        results.append(session.run(None, {k: v for k, v in feeds.items() if k in names}))
+    for spec, want, got in zip(contract.target_step(config, s).outputs, *results, strict=True):
+        assert np.isfinite(got).all()
+        assert np.abs(got - want).max() <= 1e-4 * np.abs(want).max() + 1e-6, spec.name
+
+
+def test_failure_names_node_and_graph(nano: ModelConfig, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    s = sizes(nano)
+    model = graphs.draft_round(nano, s, V4TreeOps(), 2, 3)
+    rtx.weights_as_inputs(model)
+    ir.save(model, tmp_path / "bad.onnx")
+    spec = contract.draft_round(nano, s, 2, 3)
+    with pytest.raises(rtx.CompileError, match="graph draft_s2_k3"):
+        rtx.RtxBuilder(("SM89",)).compile(tmp_path / "bad.onnx", spec, rtx.graph_profiles(spec.name, s))
+
+
+@pytest.mark.slow
+def test_whole_shipped_model(nano: ModelConfig, tmp_path: Path) -> None:
+    """Target step, commit and draft round for SM89 and SM120 in under five minutes; nothing but plans is left."""
+    pytest.importorskip("tensorrt_rtx")
+    started = time.monotonic()
+    plans = rtx.build_plans(nano, sizes(nano), [(4, 3)], Checkpoint.open(NANO, nano, None), tmp_path, BOTH)
+    assert time.monotonic() - started < 300
+    assert [p.stem for p in plans] == ["target_step", "commit", "draft_catchup", "draft_s4_k3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{p.stem}.plan" for p in plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ratio", "hashed"), [(0, 1), (4, 0), (128, 0)])
+def test_full_width_flash_layer(nano: ModelConfig, tmp_path: Path, ratio: int, hashed: int) -> None:
+    """One layer of V4-Flash of each kind with all 256 experts; weights are inputs, so no 25 GB are needed."""
+    pytest.importorskip("tensorrt_rtx")
+    config = dataclasses.replace(
+        nano, vocab_size=129280, hidden_size=4096, num_layers=1, num_heads=64, head_dim=512, rope_head_dim=64, q_lora_rank=1024,
+        o_groups=8, o_lora_rank=1024, compress_ratios=(ratio,), index_n_heads=64, index_head_dim=128, index_topk=512,
+        num_experts=256, num_experts_per_tok=6, moe_intermediate_size=2048, num_hash_layers=hashed,
+    )  # fmt: skip
+    s = sizes(config, max_seq_len=8192, has_mtp=False)
+    model = graphs.target_step(config, s, TensorRtOps())
+    rtx.weights_as_inputs(model)
+    ir.save(model, tmp_path / "layer.onnx")
+    spec = contract.target_step(config, s)
+    plan = rtx.RtxBuilder(BOTH).compile(tmp_path / "layer.onnx", spec, rtx.graph_profiles(spec.name, s))
+    assert plan.data and plan.layers > 500
