@@ -21,6 +21,7 @@ from trtllm_v4tree.errors import ConfigError
 
 LayerKind = Literal["swa", "csa", "hca"]
 
+MAX_DIM, MAX_COUNT = 1 << 24, 1 << 12
 CSA_RATIO = 4
 DEFAULT_HCA_RATIO = 128
 
@@ -222,6 +223,13 @@ class ModelConfig:
             raise ConfigError(
                 f"rope_theta is {self.rope_theta} and compress_rope_theta {self.compress_rope_theta}, "
                 "but both must be finite and above 1."
+            )
+        huge = [name for field, name in _INT_NAMES.items() if getattr(self, field) > MAX_DIM]
+        if huge:
+            raise ConfigError(f"{', '.join(huge)} must be at most {MAX_DIM}; correct the config.")
+        if max(self.num_experts, self.num_layers) > MAX_COUNT:
+            raise ConfigError(
+                f"n_routed_experts is {self.num_experts} and num_hidden_layers {self.num_layers}, but both must be at most {MAX_COUNT}."
             )
         if self.num_experts_per_tok > self.num_experts:
             raise ConfigError(

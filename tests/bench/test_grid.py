@@ -42,6 +42,7 @@ def test_a_grid_measures_every_cell_and_keeps_the_text(llm: LLM, tmp_path: Path)
     assert grid.run(file, lambda tick: None)
     results = summarise(file.samples, PLAN, {}, True)
     assert len(results.cells) == 2 * 2 * 3
+    assert results.batch_spread is not None and results.batch_spread < 0.05
     for cell in results.cells:
         assert 1 <= cell.accepted_length.value <= 5
         assert cell.same_text == 1.0

@@ -59,6 +59,17 @@ def test_of_a_block_measured_twice_the_later_counts() -> None:
     assert twice == pytest.approx(2 * once)
 
 
+def test_spread_over_batches_compares_the_same_prompts() -> None:
+    plan = full_plan(batch_sizes=(1, 4), budgets=(6,), datasets=("mbpp",), shapes=((3, 2),), num_prompts=8)
+    seen = [dataclasses.replace(s, rounds=[40 + p for p in s.prompts]) for s in samples(plan)]
+    assert summarise(seen, plan, ABOUT, True).batch_spread == pytest.approx(0.0)
+    some = [s for s in seen if s.batch == 4 or s.block < 3]
+    assert summarise(some, plan, ABOUT, False).batch_spread == pytest.approx(0.0)
+    moved = [dataclasses.replace(s, emitted=[e + 43 for e in s.emitted]) if s.batch == 4 else s for s in some]
+    assert 0.9 < (summarise(moved, plan, ABOUT, False).batch_spread or 0.0) < 1.1
+    assert summarise([s for s in seen if s.batch == 1], plan, ABOUT, False).batch_spread is None
+
+
 def test_files_can_be_read_again(tmp_path: Path) -> None:
     plan = full_plan(batch_sizes=(1, 64), budgets=(5, 8))
     results = summarise(samples(plan), plan, ABOUT, True)

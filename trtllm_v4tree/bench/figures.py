@@ -324,7 +324,9 @@ def round_cost(results: Results) -> Figure:
     axis.set_xlabel("batch size")
     axis.set_ylabel("round cost in plain steps; accepted length")
     axis.set_title("A tree pays where its cost is below its accepted length")
-    axis.set_ylim(0, 1.08 * max(float(np.max(line.get_ydata())) for line in axis.get_lines()) if axis.get_lines() else 1)
+    axis.set_ylim(
+        0, 1.08 * max(float(np.max(line.get_ydata())) for line in axis.get_lines()) if axis.get_lines() else 1
+    )
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 

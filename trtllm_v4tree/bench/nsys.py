@@ -48,9 +48,13 @@ def record(command: Sequence[str], report: Path, environment: Mapping[str, str])
     )
     if done.returncode:
         report.with_suffix(".qdstrm").unlink(missing_ok=True)
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")] or done.stderr.splitlines()[-1:]
+        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")] or done.stderr.splitlines()[
+            -1:
+        ]
         kind = InputError if done.returncode == BAD_INPUT else NsysError
-        raise kind(" ".join(errors).removeprefix("error: ") or f"the run under nsys ended with status {done.returncode}.")
+        raise kind(
+            " ".join(errors).removeprefix("error: ") or f"the run under nsys ended with status {done.returncode}."
+        )
 
 
 def export(report: Path) -> Path:

@@ -140,7 +140,11 @@ def _others(results: Results) -> list[tuple[str, int, str, Estimate, float]]:
     for cell in results.cells:
         if cell.kind != "other" or cell.to_plain is None:
             continue
-        same = [c for c in results.cells if (c.dataset, c.batch) == (cell.dataset, cell.batch) and c.kind in ("linear", "tree")]
+        same = [
+            c
+            for c in results.cells
+            if (c.dataset, c.batch) == (cell.dataset, cell.batch) and c.kind in ("linear", "tree")
+        ]
         best = max([1.0, *(c.to_plain.value for c in same if c.to_plain)])
         rows.append((cell.dataset, cell.batch, cell.speculation, cell.to_plain, cell.to_plain.value / best))
     return rows

@@ -74,7 +74,8 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a report draws. `about` says with what it was measured."""
+    """All that a report draws. `about` says with what it was measured; `batch_spread` is the most that an accepted length moves
+    between batch sizes over the same prompts (None where no prompt was measured at two sizes)."""
 
     about: dict[str, Any]
     complete: bool
@@ -84,6 +85,7 @@ class Results:
     cells: list[Cell]
     gains: list[Gain]
     acceptance: list[Acceptance]
+    batch_spread: float | None
 
     def cell(self, dataset: str, batch: int, speculation: str) -> Cell | None:
         return next(
@@ -119,7 +121,8 @@ def summarise(samples: Iterable[Sample], plan: GridPlan, about: dict[str, Any], 
         _gain(kept, plan, d, budget, tree) for d in datasets for budget in plan.budgets for tree in plan.trees(budget)
     ]
     acceptance = [_acceptance(kept, d, name) for d in datasets for name in plan.speculations() if name != PLAIN]
-    return Results(about, complete, datasets, list(plan.budgets), batches, cells, gains, acceptance)
+    spread = _batch_spread(kept, plan, datasets, batches)
+    return Results(about, complete, datasets, list(plan.budgets), batches, cells, gains, acceptance, spread)
 
 
 def _whole_blocks(samples: Sequence[Sample], plan: GridPlan) -> list[Sample]:
@@ -208,6 +211,32 @@ def _acceptance(samples: Sequence[Sample], dataset: str, name: str) -> Acceptanc
     group = _select(samples, dataset, None, name)
     walks = sum(sum(s.rounds) for s in group)
     return Acceptance(dataset, name, walks, _sum_ranks(s.offered for s in group), _sum_ranks(s.accepted for s in group))
+
+
+def _batch_spread(samples: Sequence[Sample], plan: GridPlan, datasets: list[str], batches: list[int]) -> float | None:
+    """Over all chains and trees; a speculation that adapts itself is left out."""
+    names = [n for n in plan.speculations() if plan.role(n).kind in ("linear", "tree")]
+    spreads = [_spread([_select(samples, d, b, n) for b in batches]) for d in datasets for n in names]
+    return max((s for s in spreads if s is not None), default=None)
+
+
+def _spread(groups: Sequence[Sequence[Sample]]) -> float | None:
+    """Highest less lowest accepted length of groups, each prompt that all of them have counted once in each."""
+    rates = [_per_pass(group) for group in groups]
+    common = set.intersection(*(set(r) for r in rates)) if rates else set()
+    if len(groups) < 2 or not common:
+        return None
+    lengths = [sum(r[p][0] for p in common) / sum(r[p][1] for p in common) for r in rates]
+    return max(lengths) - min(lengths)
+
+
+def _per_pass(group: Sequence[Sample]) -> dict[int, tuple[float, float]]:
+    """Mean (emitted, rounds) of each prompt over its blocks."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for s in group:
+        for prompt, emitted, rounds in zip(s.prompts, s.emitted, s.rounds, strict=True):
+            seen.setdefault(prompt, []).append((emitted, rounds))
+    return {p: (float(np.mean([e for e, _ in x])), float(np.mean([r for _, r in x]))) for p, x in seen.items()}
 
 
 def _sum_ranks(tables: Iterable[Ranks]) -> Ranks:

@@ -166,11 +166,11 @@ def _less_predictable(results: Results) -> Verdict:
 
 def _independent_of_batch(results: Results) -> Verdict:
     claim, published = "Accepted length does not depend on the batch", "the same at every batch size"
-    moves = [_spread(results, d, name) for d in results.datasets for name in {c.speculation for c in results.cells}]
-    if len(results.batch_sizes) < 2:
+    move = results.batch_spread
+    if move is None:
         return Verdict(claim, published, "", UNKNOWN)
-    ours = f"moves by at most {max(moves):.3f} over batch {results.batch_sizes[0]} to {results.batch_sizes[-1]}"
-    return Verdict(claim, published, ours, HOLDS if max(moves) < 0.05 else FAILS)
+    ours = f"over the same prompts it moves by at most {move:.3f} from batch {results.batch_sizes[0]} to {results.batch_sizes[-1]}"
+    return Verdict(claim, published, ours, HOLDS if move < 0.05 else FAILS)
 
 
 def _plain_at_batch_1(results: Results) -> Verdict:
@@ -235,11 +235,6 @@ def _cost(results: Results, cell: Cell) -> tuple[int, int, float, float, float] 
         cell.phases["verify"] / step,
         cell.phases["draft"] / step,
     )
-
-
-def _spread(results: Results, dataset: str, speculation: str) -> float:
-    values = [c.accepted_length.value for c in results.cells if c.dataset == dataset and c.speculation == speculation]
-    return max(values) - min(values) if values else 0.0
 
 
 def _graded(count: int, total: int) -> str:

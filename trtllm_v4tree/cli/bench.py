@@ -102,7 +102,9 @@ def _measure(grid: Grid, file: SampleFile, output_dir: Path, seconds: float | No
     about["seconds"] = round(time.monotonic() - started, 1)
     path = _write(file, grid.plan, about, complete, output_dir)
     if failure is not None:
-        kept = f"results so far are in {output_dir}" if path else f"{len(file.samples)} samples so far are in {file.path}"
+        kept = (
+            f"results so far are in {output_dir}" if path else f"{len(file.samples)} samples so far are in {file.path}"
+        )
         raise V4TreeError(f"{failure}: {kept}, and --resume goes on from there.")
     return 0
 

@@ -69,6 +69,7 @@ def serve(
 ) -> None:
     """Serve an engine with Triton Inference Server (gRPC, HTTP) and, if asked, an OpenAI-style endpoint."""
     from trtllm_v4tree.llm import check_engine
+    from trtllm_v4tree.serving import logs
     from trtllm_v4tree.serving.launch import Endpoints, TritonProcess, cache_directory, find_triton, prepare_repository
     from trtllm_v4tree.serving.remote import RemoteLoop
 
@@ -80,6 +81,7 @@ def serve(
             f"{engine_dir} has no tokenizer.json, which serving text needs: build it from a checkpoint that has one."
         )
     key = _api_key(api_key_file)
+    logs.configure(log_level)
     if openai_port is not None:
         from trtllm_v4tree.serving import openai_server  # fails here if its libraries are missing
     cache = cache_directory()

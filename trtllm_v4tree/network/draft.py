@@ -36,9 +36,14 @@ class MtpInput(nn.Module):
             self.e_proj = Weight([d, d], transposed("mtp.0.e_proj.weight"))
 
     def _load_table(self, source: TensorSource) -> np.ndarray:
-        x = source.get("embed.weight").astype(np.float64)
-        x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + self.eps)
-        return (x * source.get("mtp.0.enorm.weight")) @ source.get("mtp.0.e_proj.weight").T
+        """In place and by blocks of tokens: the embedding may be the largest tensor of the checkpoint."""
+        table, norm = source.get("embed.weight"), source.get("mtp.0.enorm.weight")
+        e_proj = source.get("mtp.0.e_proj.weight").T.astype(np.float64)
+        for start in range(0, len(table), 1024):
+            x = table[start : start + 1024].astype(np.float64)
+            x /= np.sqrt(np.square(x).mean(axis=1, keepdims=True) + self.eps)
+            table[start : start + 1024] = (x * norm) @ e_proj
+        return table
 
     def forward(self, op: Op, streams: Value, token_ids: Value) -> Value:
         """Rows (H_i, t_{i+1}): streams [B, S, m, D], tokens [B, S] -> [B, S, m, D]."""

@@ -31,8 +31,8 @@ def trace(spec: GraphContract, forward: Callable[[Op, dict[str, Value]], dict[st
         value = builder.op.Identity(produced[t.name])
         value.type, value.shape = ir.TensorType(_DTYPES[t.dtype]), ir.Shape(list(t.shape))
         builder.add_output(value, _output_name(t.name, feeds))
-    for function in builder.functions.values():
-        graph.opset_imports.setdefault(function.domain, 1)
+    for domain in sorted({node.domain for node in graph} - {""}):
+        graph.opset_imports.setdefault(domain, 1)
     model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="trtllm_v4tree", functions=list(builder.functions.values()))
     RemoveUnusedNodesPass()(model)
     return model

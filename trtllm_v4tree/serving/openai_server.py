@@ -20,7 +20,7 @@ from typing import Any
 from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import ConfigError
 from trtllm_v4tree.serving.events import Backend, Code, Event, ServingError, Ticket
-from trtllm_v4tree.serving.logs import configure, log
+from trtllm_v4tree.serving.logs import log
 from trtllm_v4tree.serving.openai_answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, error_body
 from trtllm_v4tree.serving.openai_requests import OpenAIRequest, chat_request, completion_request
 from trtllm_v4tree.serving.remote import RemoteLoop
@@ -324,7 +324,6 @@ def make_app(
     engine_dir: Path, model: str, socket_path: Path, key: str | None, max_body_bytes: int, timeout_s: float | None
 ) -> Starlette:
     """The ASGI application for the engine whose owner listens on `socket_path`."""
-    configure()
     remote = RemoteLoop(socket_path)
     tokens = TokenTexts(EngineTokenizer(engine_dir / "tokenizer.json").tokenizer)
     return Endpoint(
