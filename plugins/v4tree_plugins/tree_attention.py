@@ -48,7 +48,7 @@ def key_block(
 
     line [M] is the mask line of each query row (b * N + n; -1 for a row that does not exist).
     """
-    if PACKED:
+    if PACKED:  # noqa: SIM108  (a ternary of two tensors would evaluate both)
         bias = packed_bias(mask, line, key, paged_keys, own_keys, column, skipped)
     else:
         bias = additive_bias(mask, line, key, paged_keys + own_keys)

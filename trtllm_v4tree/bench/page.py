@@ -83,7 +83,8 @@ engine {{ results.about.engine.target }} {{ results.about.engine.dtype }}; {{ re
 <div class="scroll"><table>
 <tr><th>data set</th><th class="n">batch</th><th>speculation</th><th class="n">over plain</th><th class="n">of the fastest</th></tr>
 {% for dataset, batch, name, ratio, share in others %}
-<tr><td>{{ dataset }}</td><td class="n">{{ batch }}</td><td>{{ name }}</td><td class="n">{{ ratio|estimate }}</td><td class="n">{{ "%.2f"|format(share) }}</td></tr>
+<tr><td>{{ dataset }}</td><td class="n">{{ batch }}</td><td>{{ name }}</td><td class="n">{{ ratio|estimate }}</td>
+<td class="n">{{ "%.2f"|format(share) }}</td></tr>
 {% endfor %}
 </table></div>
 {% endif %}

@@ -13,7 +13,9 @@ from rich.table import Table
 SUPPORT = (
     ("target onnxruntime (CPU, float32)", "supported", ""),
     ("target tensorrt, tensorrt-rtx", "refused", "not in this version"),
-    ("speculation none, sN_kK_dD (chain and tree)", "supported", "text is the same as without"),
+    ("speculation none, auto, sN_kK_dD (chain and tree)", "supported", "text is the same as without"),
+    ("8-bit experts, 8-bit drafter", "supported", "--expert_dtype, --draft_dtype"),
+    ("Triton gRPC and HTTP, OpenAI endpoint", "supported", "v4tree serve, CPU engine"),
     ("greedy, temperature, top_k, top_p, min_p, seed", "supported", "keyed by (seed, position)"),
     ("repetition, presence, frequency penalty, min_tokens", "supported", "per path of the tree"),
     ("stop strings, stop token ids, ignore_eos", "supported", "before the commit"),
@@ -21,7 +23,7 @@ SUPPORT = (
     ("checkpoint bf16, fp16, fp32, FP8 blocks, FP4 experts", "supported", "decoded to float32"),
     ("DSpark / 0731 mtp tensors", "refused", "a different drafter"),
     ("FP8/FP4 activation simulation", "bypassed", "computed in float32"),
-    ("grammar-constrained decoding, beam search, LoRA", "refused", "no option exists"),
+    ("banned words, logit bias, beam search, tools, grammars, LoRA", "refused", "by name, in requests too"),
 )
 
 
@@ -33,7 +35,7 @@ def doctor() -> None:
     machine.add_row("cpu", f"{platform.machine()}, {os.cpu_count()} cores")
     for name in ("numpy", "onnxruntime", "onnxscript", "onnx", "tokenizers", "safetensors"):
         machine.add_row(name, _version(name))
-    for name in ("torch", "transformers", "tensorrt", "tensorrt-rtx", "triton", "tritonclient"):
+    for name in ("torch", "transformers", "tensorrt", "tensorrt-rtx", "triton", "nvidia-pytriton", "tritonclient", "starlette", "uvicorn"):
         machine.add_row(f"{name} (optional)", _version(name))
     for tool in ("nvidia-smi", "nsys", "tritonserver"):
         machine.add_row(f"{tool} (optional)", shutil.which(tool) or "not found")
