@@ -35,7 +35,17 @@ def doctor() -> None:
     machine.add_row("cpu", f"{platform.machine()}, {os.cpu_count()} cores")
     for name in ("numpy", "onnxruntime", "onnxscript", "onnx", "tokenizers", "safetensors"):
         machine.add_row(name, _version(name))
-    for name in ("torch", "transformers", "tensorrt", "tensorrt-rtx", "triton", "nvidia-pytriton", "tritonclient", "starlette", "uvicorn"):
+    for name in (
+        "torch",
+        "transformers",
+        "tensorrt",
+        "tensorrt-rtx",
+        "triton",
+        "nvidia-pytriton",
+        "tritonclient",
+        "starlette",
+        "uvicorn",
+    ):
         machine.add_row(f"{name} (optional)", _version(name))
     for tool in ("nvidia-smi", "nsys", "tritonserver"):
         machine.add_row(f"{tool} (optional)", shutil.which(tool) or "not found")

@@ -15,7 +15,16 @@ from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
 from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
-from trtllm_v4tree.engine_dir import LATENCY_FILE, MANIFEST, WEIGHTS_FILE, Manifest, Shapes, graph_stems, replacing, sha256
+from trtllm_v4tree.engine_dir import (
+    LATENCY_FILE,
+    MANIFEST,
+    WEIGHTS_FILE,
+    Manifest,
+    Shapes,
+    graph_stems,
+    replacing,
+    sha256,
+)
 from trtllm_v4tree.errors import CheckpointError, ConfigError
 from trtllm_v4tree.network import graphs
 from trtllm_v4tree.sizes import EngineSizes
@@ -68,7 +77,9 @@ class BuildOptions:
             raise ConfigError(f"target onnxruntime computes in float32, not {self.dtype}: build with --dtype float32.")
         for name in ("expert_dtype", "draft_dtype"):
             if getattr(self, name) not in LINEAR_DTYPES:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is unknown: choose one of {', '.join(LINEAR_DTYPES)}.")
+                raise ConfigError(
+                    f"{name} {getattr(self, name)!r} is unknown: choose one of {', '.join(LINEAR_DTYPES)}."
+                )
         self._check_integers()
         for steps, topk in self.draft_shapes or ():
             if not (1 <= steps <= MAX_DRAFT and 1 <= topk <= MAX_DRAFT):
@@ -127,7 +138,10 @@ def build(
     report: Report = lambda line, done: None,
     measure: Measure | None = None,
 ) -> Manifest:
-    """Compiles a checkpoint, and times the engine if `measure` is given; raises InputError subclasses, and leaves `output_dir` as it was if anything fails."""
+    """Compiles a checkpoint, and times the engine if `measure` is given.
+
+    Raises InputError subclasses; leaves `output_dir` as it was if anything fails.
+    """
     config = ModelConfig.from_pretrained(checkpoint_dir)
     source = Checkpoint.open(checkpoint_dir, config, mtp_weights)
     check_tokenizer(checkpoint_dir, config)
@@ -176,9 +190,7 @@ def trace_all(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: 
             yield graphs.draft_round(config, sizes, ops, steps, topk)
 
 
-def _trace(
-    config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: BuildOptions, report: Report
-) -> Models:
+def _trace(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: BuildOptions, report: Report) -> Models:
     """The first half of the work."""
     models: Models = {}
     stems = graph_stems(sizes.has_mtp, shapes)

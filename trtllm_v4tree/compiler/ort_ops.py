@@ -64,7 +64,16 @@ class OnnxRuntimeOps(V4TreeOps):
         return op.FusedMatMul(op.Concat(comb, post, axis=2), rows, transA=1, _domain=MS)
 
     def moe(
-        self, op: Op, x: Value, expert_ids: Value, weights: Value, fc1: Value, fc2: Value, num_experts: int, topk: int, limit: float
+        self,
+        op: Op,
+        x: Value,
+        expert_ids: Value,
+        weights: Value,
+        fc1: Value,
+        fc2: Value,
+        num_experts: int,
+        topk: int,
+        limit: float,
     ) -> Value:
         """The MoE kernel softmaxes its router input and renormalises over the top k: log-weights of the chosen experts over a
         floor that no chosen one reaches give exactly the weights wanted."""
@@ -88,4 +97,3 @@ class OnnxRuntimeOps(V4TreeOps):
 
     def scores(self, op: Op, q: Value, keys: Value, scale: float) -> Value:
         return op.FusedMatMul(q, keys, transB=1, alpha=scale, _domain=MS)
-

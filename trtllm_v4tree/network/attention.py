@@ -122,7 +122,9 @@ class Attention(nn.Module):
         if self.fused_out:
             self.out_proj = Weight([self.hd, c.hidden_size], self._load_fused_out)
         else:
-            self.out_a = Weight([c.o_groups, group_in, rank], lambda s: np.ascontiguousarray(self._wo_a(s).transpose(0, 2, 1)))
+            self.out_a = Weight(
+                [c.o_groups, group_in, rank], lambda s: np.ascontiguousarray(self._wo_a(s).transpose(0, 2, 1))
+            )
             self.out_b = Weight([c.o_groups * rank, c.hidden_size], lambda s: s.get(f"{p}.wo_b.weight").T)
 
     def _load_in(self, source: TensorSource) -> np.ndarray:
@@ -166,7 +168,11 @@ class Attention(nn.Module):
 
     def project(self, op: Op, x: Value, rope: Rope, phase: Value | None) -> tuple[Value, NodeRows]:
         c = self.config
-        parts = list(op.Split(self.ops.linear(op, x, self.in_proj), i64(op, *self.in_widths), axis=-1, _outputs=len(self.in_widths)))
+        parts = list(
+            op.Split(
+                self.ops.linear(op, x, self.in_proj), i64(op, *self.in_widths), axis=-1, _outputs=len(self.in_widths)
+            )
+        )
         queries = self.ops.linear(op, self.q_norm(op, parts[0]), self.q_proj)
         index_query = index_weights = raw = index_raw = None
         if self.sparse:
@@ -185,7 +191,9 @@ class Attention(nn.Module):
         heads = op.Reshape(queries, i64(op, 0, 0, c.num_heads, c.head_dim))
         ones = const(op, np.ones(c.head_dim, np.float32))
         normed = op.RMSNormalization(heads, ones, axis=-1, epsilon=c.rms_norm_eps)
-        return self.ops.rope(op, op.Reshape(normed, i64(op, 0, 0, self.hd)), rope.cos, rope.sin, c.num_heads, c.rope_head_dim)
+        return self.ops.rope(
+            op, op.Reshape(normed, i64(op, 0, 0, self.hd)), rope.cos, rope.sin, c.num_heads, c.rope_head_dim
+        )
 
     def output(self, op: Op, o: Value) -> Value:
         """Grouped low-rank output projection; one fused product where that is at most twice the weights."""

@@ -121,7 +121,9 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared_out = Weight([si, d], transposed(f"{shared}.w2.weight"))
         if hashed:
-            self.tid2eid = Weight([c.vocab_size, c.num_experts_per_tok], tensor(f"{prefix}.gate.tid2eid"), ir.DataType.INT64)
+            self.tid2eid = Weight(
+                [c.vocab_size, c.num_experts_per_tok], tensor(f"{prefix}.gate.tid2eid"), ir.DataType.INT64
+            )
         else:
             self.bias = Weight([e], tensor(f"{prefix}.gate.bias"))
         self._make_experts(f"{prefix}.experts")
@@ -135,7 +137,9 @@ class MixtureOfExperts(nn.Module):
             self.experts = nn.ModuleList([Expert(c, f"{prefix}.{n}") for n in range(e)])
         else:
             self.fc1 = Weight([e, 2 * i, d], lambda s: _stacked_in(s, prefix, e))
-            self.fc2 = Weight([e, d, i], lambda s: np.stack([s.get(f"{prefix}.{n}.w2.weight") for n in range(e)]) * scale)
+            self.fc2 = Weight(
+                [e, d, i], lambda s: np.stack([s.get(f"{prefix}.{n}.w2.weight") for n in range(e)]) * scale
+            )
 
     def forward(self, op: Op, x: Value, token_ids: Value) -> Value:
         """x [B, N, D], token_ids [B, N] -> [B, N, D]."""
@@ -146,7 +150,9 @@ class MixtureOfExperts(nn.Module):
             out = self.ops.grouped_moe(op, rows, shared, ids, weights, [e(op) for e in self.experts], c.swiglu_limit)
             return op.Reshape(out, op.Concat(op.Shape(token_ids), i64(op, c.hidden_size), axis=0))
         ids, weights, shared = self._inputs(op, x, token_ids)
-        routed = self.ops.moe(op, x, ids, weights, self.fc1, self.fc2, c.num_experts, c.num_experts_per_tok, c.swiglu_limit)
+        routed = self.ops.moe(
+            op, x, ids, weights, self.fc1, self.fc2, c.num_experts, c.num_experts_per_tok, c.swiglu_limit
+        )
         return op.Add(routed, shared)
 
     def _inputs(self, op: Op, x: Value, token_ids: Value) -> tuple[Value, Value, Value]:

@@ -25,9 +25,15 @@ class Commit(nn.Module):
     def forward(self, op: Op, feeds: dict[str, Value]) -> dict[str, Value]:
         """feeds: the inputs of the contract `commit`; returns the new states by name."""
         c, s = self.config, self.sizes
-        out = {"window_kv": self._append(op, feeds, "window_kv", "window_scratch", "accepted", "window_dst", s.num_layers, s.window_rows)}
+        out = {
+            "window_kv": self._append(
+                op, feeds, "window_kv", "window_scratch", "accepted", "window_dst", s.num_layers, s.window_rows
+            )
+        }
         if s.has_mtp:
-            out["streams"] = self._rows(op, feeds["streams"], feeds["streams_scratch"], feeds["accepted"], feeds["stream_dst"])
+            out["streams"] = self._rows(
+                op, feeds["streams"], feeds["streams_scratch"], feeds["accepted"], feeds["stream_dst"]
+            )
             out["mtp_window_kv"] = self._rows(
                 op, feeds["mtp_window_kv"], feeds["mtp_scratch"], feeds["mtp_accepted"], feeds["mtp_dst"]
             )
@@ -59,7 +65,15 @@ class Commit(nn.Module):
         return op.Reshape(scratch, op.Concat(i64(op, -1), width, axis=0))
 
     def _append(
-        self, op: Op, feeds: dict[str, Value], state: str, scratch: str, source: str, target: str, layers: int, stride: int
+        self,
+        op: Op,
+        feeds: dict[str, Value],
+        state: str,
+        scratch: str,
+        source: str,
+        target: str,
+        layers: int,
+        stride: int,
     ) -> Value:
         """The same rows of every layer: scratch [L, B, N, w] into the stacked pool [L * stride, w]."""
         flat = op.Reshape(feeds[scratch], op.Concat(i64(op, layers, -1), op.Shape(feeds[scratch], start=3), axis=0))
@@ -69,7 +83,9 @@ class Commit(nn.Module):
 
     def _per_layer(self, op: Op, rows: Value, layers: int, stride: int) -> Value:
         """[A] -> [L, A], shifted by the layer's first row."""
-        return op.Add(const(op, np.arange(layers, dtype=np.int64).reshape(-1, 1) * stride), op.Unsqueeze(rows, i64(op, 0)))
+        return op.Add(
+            const(op, np.arange(layers, dtype=np.int64).reshape(-1, 1) * stride), op.Unsqueeze(rows, i64(op, 0))
+        )
 
     def _fold(self, op: Op, feeds: dict[str, Value], prefix: str, kind: str, dim: int, layers: int) -> Value:
         """New pseudo-rows of the open window: per channel (logsumexp of scores | softmax-weighted kv) of the rows of the fold table.

@@ -207,4 +207,6 @@ class _Expansion:
 
     def _outputs(self) -> dict[str, Value]:
         named = {"draft_tokens": self.tokens, "draft_parents": self.parents, "draft_scores": self.scores}
-        return {name: self.op.Concat(*values, axis=1) if len(values) > 1 else values[0] for name, values in named.items()}
+        return {
+            name: self.op.Concat(*values, axis=1) if len(values) > 1 else values[0] for name, values in named.items()
+        }

@@ -33,7 +33,9 @@ def trace(spec: GraphContract, forward: Callable[[Op, dict[str, Value]], dict[st
         builder.add_output(value, _output_name(t.name, feeds))
     for domain in sorted({node.domain for node in graph} - {""}):
         graph.opset_imports.setdefault(domain, 1)
-    model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="trtllm_v4tree", functions=list(builder.functions.values()))
+    model = ir.Model(
+        graph, ir_version=_IR_VERSION, producer_name="trtllm_v4tree", functions=list(builder.functions.values())
+    )
     RemoveUnusedNodesPass()(model)
     return model
 

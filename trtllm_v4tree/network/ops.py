@@ -80,12 +80,23 @@ class V4TreeOps:
         return op.MatMul(mix, rows)
 
     def moe(
-        self, op: Op, x: Value, expert_ids: Value, weights: Value, fc1: Value, fc2: Value, num_experts: int, topk: int, limit: float
+        self,
+        op: Op,
+        x: Value,
+        expert_ids: Value,
+        weights: Value,
+        fc1: Value,
+        fc2: Value,
+        num_experts: int,
+        topk: int,
+        limit: float,
     ) -> Value:
         """Routed experts (spec 5.2), dense in E: x [B, N, D], ids and weights [B, N, k], fc1 [E, 2I, D] (gate and up rows
         interleaved), fc2 [E, D, I] -> sum_e w_e W2 (silu(min(g, limit)) * clip(u, limit)), weights normalised over k."""
         onehot = op.OneHot(expert_ids, i64(op, num_experts), const(op, np.array([0, 1], np.float32)), axis=-1)
-        share = op.ReduceSum(op.Mul(onehot, op.Unsqueeze(self.shares(op, weights), i64(op, -1))), i64(op, 2), keepdims=0)
+        share = op.ReduceSum(
+            op.Mul(onehot, op.Unsqueeze(self.shares(op, weights), i64(op, -1))), i64(op, 2), keepdims=0
+        )
         hidden = op.MatMul(op.Unsqueeze(x, i64(op, 1)), op.Transpose(fc1, perm=[0, 2, 1]))
         pairs = op.Reshape(hidden, i64(op, 0, 0, 0, -1, 2))
         gate, up = op.Split(pairs, num_outputs=2, axis=-1, _outputs=2)
@@ -94,7 +105,14 @@ class V4TreeOps:
         return op.ReduceSum(op.MatMul(act, op.Transpose(fc2, perm=[0, 2, 1])), i64(op, 1), keepdims=0)
 
     def grouped_moe(
-        self, op: Op, x: Value, base: Value, expert_ids: Value, weights: Value, experts: Sequence[tuple[Value, Value]], limit: float
+        self,
+        op: Op,
+        x: Value,
+        base: Value,
+        expert_ids: Value,
+        weights: Value,
+        experts: Sequence[tuple[Value, Value]],
+        limit: float,
     ) -> Value:
         """The sum of `moe` added to `base`, as one product per expert over its tokens: T tokens in rows, x and base [T, D],
         ids and weights [T, k], experts (fc1 [D, 2I] with gate columns first, fc2 [I, D]) -> [T, D].
@@ -134,7 +152,18 @@ class V4TreeOps:
         score, kv = op.Split(picked, num_outputs=2, axis=-1, _outputs=2)
         return score, kv
 
-    def tree_pool(self, op: Op, rows: Value, table: Value, norm: Value, cos: Value, sin: Value, dim: int, rope_dim: int, eps: float) -> Value:
+    def tree_pool(
+        self,
+        op: Op,
+        rows: Value,
+        table: Value,
+        norm: Value,
+        cos: Value,
+        sin: Value,
+        dim: int,
+        rope_dim: int,
+        eps: float,
+    ) -> Value:
         """Compressed entry per boundary node (spec 2.3): per-channel softmax over the rows that `table` names, RMSNorm, RoPE.
 
         rows [B, R, 2 dim]: committed pseudo-rows and node rows; table [B, M, S]; cos and sin [B, M, rope_dim / 2] -> [B, M, dim].
@@ -184,7 +213,15 @@ class V4TreeOps:
         return op.Reshape(op.MatMul(p, keys), i64(op, 0, -1, num_heads * head_dim))
 
 
-_FUNCTIONS = ("sinkhorn", "stream_pre_mix", "stream_post_mix", "moe", "tree_pool", "tree_index_select", "tree_attention")
+_FUNCTIONS = (
+    "sinkhorn",
+    "stream_pre_mix",
+    "stream_post_mix",
+    "moe",
+    "tree_pool",
+    "tree_index_select",
+    "tree_attention",
+)
 
 
 class FunctionOps(V4TreeOps):

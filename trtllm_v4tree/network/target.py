@@ -19,9 +19,7 @@ NEGATIVE = np.float32(-1e30)
 class Block(nn.Module):
     """One decoder block: attention and mixture of experts, each inside a hyper-connection site."""
 
-    def __init__(
-        self, config: ModelConfig, ops: V4TreeOps, prefix: str, kind: str, hashed: bool, sparse: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, ops: V4TreeOps, prefix: str, kind: str, hashed: bool, sparse: bool) -> None:
         super().__init__()
         c, self.ops = config, ops
         self.hc_attn = HyperConnection(c, ops, f"{prefix}.hc_attn")
@@ -198,9 +196,17 @@ class _KindPass:
             return keys, self.mask
         assert attention.index_compressor is not None and self.index_null is not None
         assert rows.index_raw is not None and rows.index_query is not None and rows.index_weights is not None
-        index_keys = self._keys("idx", rows.index_raw, attention.index_compressor.norm, c.index_head_dim, self.index_null, layer)
+        index_keys = self._keys(
+            "idx", rows.index_raw, attention.index_compressor.norm, c.index_head_dim, self.index_null, layer
+        )
         mask = self.model.ops.tree_index_select(
-            self.op, rows.index_query, rows.index_weights, index_keys, self.feeds["csa_mask"], c.index_n_heads, c.index_topk
+            self.op,
+            rows.index_query,
+            rows.index_weights,
+            index_keys,
+            self.feeds["csa_mask"],
+            c.index_n_heads,
+            c.index_topk,
         )
         return keys, self.op.Concat(self.feeds["node_mask"], mask, axis=2)
 

@@ -57,9 +57,7 @@ def quantized(weight: Weight) -> tuple[Weight, Weight]:
     def rows(source: TensorSource) -> np.ndarray:
         return np.ascontiguousarray(weight.load(source).T).reshape(*blocks, INT8_BLOCK)
 
-    packed = Weight(
-        [*blocks, INT8_BLOCK], lambda source: quantize_blocks(rows(source))[0], dtype=ir.DataType.UINT8
-    )
+    packed = Weight([*blocks, INT8_BLOCK], lambda source: quantize_blocks(rows(source))[0], dtype=ir.DataType.UINT8)
     scale = Weight(blocks, lambda source: quantize_blocks(rows(source))[1])
     packed.name, scale.name = f"{weight.name}.int8", f"{weight.name}.scale"
     return packed, scale

@@ -241,14 +241,15 @@ class Engine:
         parents = np.where(index < counts[:, None], chain(len(batch), width), -2)
         tree = Tree.make(parents, tokens)
         step = step_tables(self.sizes, self._slots.sequences(slots), tree, (counts - 1)[:, None])
+        self.clock.mark("host")
         result = self.executor.target(step.feeds)
+        self.clock.mark("prefill")
         path = np.where(index < counts[:, None], index, -1)
         deltas, following = self._first_tokens(batch, parts, result)
         self._commit(step, result, path, counts, drafted)
         for row, request in enumerate(batch):
             request.prefilled += len(parts[row])
             self._slots.next_tokens[request.slot, : counts[row]] = [*parts[row][1:], following[row]]
-        self.clock.mark("prefill")
         return deltas
 
     def _first_tokens(
