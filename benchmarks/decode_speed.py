@@ -28,6 +28,7 @@ RUNS = (
     ("first", "s5_k1_d6"),
     ("first", "s7_k1_d8"),
     ("first", "s2_k2_d4"),
+    ("first", "s2_k1_d3"),
     ("first", "s3_k2_d5"),
     ("first", "s3_k2_d6"),
     ("first", "s4_k3_d6"),

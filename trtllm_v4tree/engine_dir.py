@@ -37,14 +37,11 @@ def graph_stems(has_mtp: bool, draft_shapes: Shapes) -> list[str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an engine is: `files` maps each file name to its SHA-256, `draft_shapes` lists the (steps, topk) graphs.
-
-    `linear_dtypes` says what the linears of `experts` and `draft` compute in, where it is not `dtype`.
-    """
+    """What an engine is: `files` maps each file name to its SHA-256, `draft_shapes` lists the (steps, topk) graphs."""
 
     target: str
     dtype: str
-    linear_dtypes: dict[str, str]
+    draft_dtype: str
     config: ModelConfig
     sizes: EngineSizes
     draft_shapes: Shapes
@@ -56,7 +53,7 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "target": self.target,
             "dtype": self.dtype,
-            "linear_dtypes": self.linear_dtypes,
+            "draft_dtype": self.draft_dtype,
             "config": self.config.to_dict(),
             "sizes": self.sizes.to_dict(),
             "draft_shapes": [list(s) for s in self.draft_shapes],
@@ -127,7 +124,7 @@ def _parsed(data: dict[str, Any]) -> Manifest:
     return Manifest(
         target=_get(data, "target", str),
         dtype=_get(data, "dtype", str),
-        linear_dtypes=_texts(data, "linear_dtypes"),
+        draft_dtype=_get(data, "draft_dtype", str),
         config=config,
         sizes=sizes,
         draft_shapes=shapes,

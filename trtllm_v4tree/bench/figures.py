@@ -170,7 +170,7 @@ def _ratio_bar(figure: Figure, image: Any, axes: Sequence[Axes], label: str, rea
     """Colour bar on a logarithmic scale, labelled with ratios."""
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     ticks = np.linspace(-reach, reach, 5)
-    bar.set_ticks(ticks, labels=[f"{np.exp(t):.2f}" for t in ticks])
+    bar.set_ticks(list(ticks), labels=[f"{np.exp(t):.2f}" for t in ticks])
     bar.set_label(label.replace(" over ", "\nover ", 1), fontsize=9.5)
 
 
@@ -215,6 +215,8 @@ def ink(colour: Any) -> str:
 
 def acceptance_by_depth(results: Results) -> Figure:
     """Of the passes that came to a depth, the share that goes on by child rank, for the tree and the chain of the largest D."""
+    from matplotlib.ticker import MaxNLocator
+
     budget = max(results.budgets)
     figure, axes = panels(len(results.datasets), 4.2, 4.0, sharey=True)
     for axis, dataset in zip(axes, results.datasets, strict=True):
@@ -227,7 +229,7 @@ def acceptance_by_depth(results: Results) -> Figure:
             axis.plot(range(1, len(shares) + 1), shares, "o--", color=BLACK, label="linear")
         axis.set_title(dataset)
         axis.set_xlabel("draft depth")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylim(0, 1)
     axes[0].set_ylabel("accepted, of those that got so far")
     _legend_below(figure, axes)

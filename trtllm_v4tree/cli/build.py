@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 PAGES = "Entry pages of 256 tokens; default: all sequences at full length."
 MTP = "Take the drafter's mtp.* tensors from this safetensors file."
-EXPERTS = "float32 or int8: 8-bit routed experts (exact weights for FP4 checkpoints), faster trees."
 DRAFT = "float32 or int8: 8-bit drafter; changes what is accepted, never the text."
 SHAPES = "Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4."
 
@@ -36,7 +35,6 @@ def build(
     max_verify_tokens: Annotated[int, typer.Option("--max_verify_tokens", help="Nodes of a tree, with its root.")] = 16,
     prefill_chunk: Annotated[int, typer.Option("--prefill_chunk", help="Prompt tokens per pass.")] = 128,
     num_pages: Annotated[int | None, typer.Option("--num_pages", help=PAGES)] = None,
-    expert_dtype: Annotated[str, typer.Option("--expert_dtype", help=EXPERTS)] = "float32",
     draft_dtype: Annotated[str, typer.Option("--draft_dtype", help=DRAFT)] = "float32",
     mtp_weights: Annotated[Path | None, typer.Option("--mtp_weights", help=MTP)] = None,
     draft_shapes: Annotated[str | None, typer.Option("--draft_shapes", help=SHAPES)] = None,
@@ -55,7 +53,6 @@ def build(
         max_verify_tokens=max_verify_tokens,
         prefill_chunk=prefill_chunk,
         num_pages=num_pages,
-        expert_dtype=expert_dtype,
         draft_dtype=draft_dtype,
         draft_shapes=parse_shapes(draft_shapes),
     )

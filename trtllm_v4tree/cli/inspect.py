@@ -41,7 +41,7 @@ def _facts(manifest: Manifest, contract: bool) -> dict[str, Any]:
     facts = {
         "target": manifest.target,
         "dtype": manifest.dtype,
-        "linear_dtypes": manifest.linear_dtypes,
+        "draft_dtype": manifest.draft_dtype,
         "config": manifest.config.to_dict(),
         "sizes": manifest.sizes.to_dict(),
         "state_bytes": dataclasses.asdict(state_bytes(manifest.config, manifest.sizes)),
@@ -65,8 +65,7 @@ def _limits(manifest: Manifest) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{len(c.layers_of(kind))} {kind.upper()}" for kind in ("swa", "csa", "hca"))
     entries = s.max_seq_len // s.csa_ratio
     return [
-        ("target, dtype", f"{manifest.target}, {manifest.dtype}"),
-        ("int8 linears", ", ".join(k for k, v in manifest.linear_dtypes.items() if v == "int8") or "none"),
+        ("target, dtype", f"{manifest.target}, {manifest.dtype}, drafter {manifest.draft_dtype}"),
         ("layers", f"{c.num_layers} ({kinds}), {'1 MTP' if s.has_mtp else 'no MTP'}"),
         ("limits", f"{s.max_batch_size} sequences of {s.max_seq_len} tokens, {s.max_verify_tokens} verified nodes"),
         ("prefill chunk", f"{s.prefill_chunk} tokens"),

@@ -47,8 +47,7 @@ Models = dict[str, ir.Model]
 class BuildOptions:
     """Options of `v4tree build`; `draft_shapes` are the (steps, topk) draft rounds to compile, None for the default.
 
-    `expert_dtype` int8 rounds the target's routed experts (their weights exactly, where the checkpoint has them in FP4);
-    `draft_dtype` int8 rounds the drafter's linears, which changes how much is accepted but no text.
+    `draft_dtype` int8 rounds weights and activations of the drafter's linears: it changes how much is accepted, but no text.
 
     Raises ConfigError for what no build can do; what depends on the model is checked by `build`.
     """
@@ -60,7 +59,6 @@ class BuildOptions:
     max_verify_tokens: int = 16
     prefill_chunk: int = 128
     num_pages: int | None = None
-    expert_dtype: str = "float32"
     draft_dtype: str = "float32"
     draft_shapes: Shapes | None = None
 
@@ -75,11 +73,8 @@ class BuildOptions:
             )
         if self.dtype != "float32":
             raise ConfigError(f"target onnxruntime computes in float32, not {self.dtype}: build with --dtype float32.")
-        for name in ("expert_dtype", "draft_dtype"):
-            if getattr(self, name) not in LINEAR_DTYPES:
-                raise ConfigError(
-                    f"{name} {getattr(self, name)!r} is unknown: choose one of {', '.join(LINEAR_DTYPES)}."
-                )
+        if self.draft_dtype not in LINEAR_DTYPES:
+            raise ConfigError(f"draft_dtype {self.draft_dtype!r} is unknown: choose one of {', '.join(LINEAR_DTYPES)}.")
         self._check_integers()
         for steps, topk in self.draft_shapes or ():
             if not (1 <= steps <= MAX_DRAFT and 1 <= topk <= MAX_DRAFT):
@@ -92,10 +87,6 @@ class BuildOptions:
             value = getattr(self, name)
             if type(value) is not int and (name, value) != ("num_pages", None):
                 raise ConfigError(f"{name} is {value!r}: give an integer.")
-
-    @property
-    def linear_dtypes(self) -> dict[str, str]:
-        return {"experts": self.expert_dtype, "draft": self.draft_dtype}
 
     def sizes(self, config: ModelConfig, has_mtp: bool) -> EngineSizes:
         return EngineSizes.make(
@@ -152,7 +143,7 @@ def build(
         _write_weights(scratch, models, source, report)
         _copy_tokenizer(checkpoint_dir, scratch)
         versions = {name: metadata.version(name) for name in ("onnxruntime", "onnxscript")}
-        manifest = Manifest(options.target, options.dtype, options.linear_dtypes, config, sizes, shapes, {}, versions)
+        manifest = Manifest(options.target, options.dtype, options.draft_dtype, config, sizes, shapes, {}, versions)
         if measure is not None:
             (scratch / LATENCY_FILE).write_text(measure(scratch, manifest), encoding="utf-8")
         manifest = dataclasses.replace(manifest, files={path.name: sha256(path) for path in sorted(scratch.iterdir())})
@@ -180,11 +171,11 @@ def check_tokenizer(checkpoint_dir: Path, config: ModelConfig) -> None:
 
 def trace_all(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: BuildOptions) -> Iterator[ir.Model]:
     """The graphs of an engine in the order of `graph_stems`."""
-    ops = OnnxRuntimeOps("experts" if options.expert_dtype == "int8" else "none")
+    ops = OnnxRuntimeOps()
     yield graphs.target_step(config, sizes, ops)
     yield graphs.commit(config, sizes, ops)
     if sizes.has_mtp:
-        ops = OnnxRuntimeOps("all" if options.draft_dtype == "int8" else "none")
+        ops = OnnxRuntimeOps(int8=options.draft_dtype == "int8")
         yield graphs.draft_round(config, sizes, ops, 0, 1)
         for steps, topk in shapes:
             yield graphs.draft_round(config, sizes, ops, steps, topk)

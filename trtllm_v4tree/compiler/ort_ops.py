@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, f32, i64
 from trtllm_v4tree.network.weight import INT8_BLOCK, Weight, quantized
@@ -14,37 +13,41 @@ MS = "com.microsoft"
 class OnnxRuntimeOps(V4TreeOps):
     """Fewer and cheaper nodes than the reference bodies; the same values up to rounding.
 
-    `int8` names what computes with 8-bit weights and activations (blocks of 32 inputs): nothing, the routed experts, or all linears.
+    With `int8` every linear rounds weights and activations to 8 bits, in blocks of 32 inputs. That is for drafters: a target that
+    rounds turns the 1e-6 by which a tree and a chain differ into 1e-3, and its text would depend on the tree.
     """
 
-    def __init__(self, int8: Literal["none", "experts", "all"] = "none") -> None:
+    def __init__(self, int8: bool = False) -> None:
         self.int8 = int8
+        self.max_grouped_experts = 0 if int8 else 32
+        """A grouped expert is two nodes, and its weights are packed once; the MoE kernel packs them in every call of several rows."""
         self._quantized: dict[str, tuple[Weight, Weight]] = {}
 
-    max_grouped_experts = 32
-    """A grouped expert is two nodes, and its weights are packed once; the MoE kernel packs them in every call of several rows."""
-
     def linear(self, op: Op, x: Value, weight: Value) -> Value:
-        return self._int8_linear(op, x, weight) if self.int8 == "all" else super().linear(op, x, weight)
-
-    def expert_linear(self, op: Op, x: Value, weight: Value) -> Value:
-        return super().linear(op, x, weight) if self.int8 == "none" else self._int8_linear(op, x, weight)
-
-    def _int8_linear(self, op: Op, x: Value, weight: Value) -> Value:
-        """MatMulNBits: activations are rounded to 8 bits per block too, sums are exact integers."""
-        assert isinstance(weight, Weight) and weight.shape is not None and weight.name is not None
-        inputs, outputs = (int(str(dim)) for dim in weight.shape)
-        if inputs % INT8_BLOCK:
+        """With int8 MatMulNBits: activations are rounded to 8 bits per block too, sums are exact integers."""
+        if not self.int8 or not self._divisible(weight, axis=0):
             return super().linear(op, x, weight)
-        graph = op.builder.root.graph
-        if f"{weight.name}.int8" not in graph.initializers:
-            self._quantized[weight.name] = quantized(weight)
-            for part in self._quantized[weight.name]:
-                graph.initializers[part.name or ""] = part
-        packed, scale = self._quantized[weight.name]
+        assert weight.shape is not None
+        inputs, outputs = (int(str(dim)) for dim in weight.shape)
+        packed, scale = self._parts(op, weight, transpose=True)
         return op.MatMulNBits(
             x, packed, scale, K=inputs, N=outputs, bits=8, block_size=INT8_BLOCK, accuracy_level=4, _domain=MS
         )
+
+    def _divisible(self, weight: Value, axis: int) -> bool:
+        """Whether a weight's inputs fill whole blocks; one that does not stays as it is."""
+        assert weight.shape is not None
+        return int(str(weight.shape[axis])) % INT8_BLOCK == 0
+
+    def _parts(self, op: Op, weight: Value, transpose: bool) -> tuple[Weight, Weight]:
+        """The 8-bit form of a weight as initializers of the graph, made once."""
+        assert isinstance(weight, Weight) and weight.name is not None
+        graph = op.builder.root.graph
+        if f"{weight.name}.int8" not in graph.initializers:
+            self._quantized[weight.name] = quantized(weight, transpose)
+            for part in self._quantized[weight.name]:
+                graph.initializers[part.name or ""] = part
+        return self._quantized[weight.name]
 
     def sinkhorn(self, op: Op, logits: Value, iterations: int, eps: float) -> Value:
         """Each half step after the first is one LpNormalization node.
@@ -75,16 +78,30 @@ class OnnxRuntimeOps(V4TreeOps):
         topk: int,
         limit: float,
     ) -> Value:
-        """The MoE kernel softmaxes its router input and renormalises over the top k: log-weights of the chosen experts over a
-        floor that no chosen one reaches give exactly the weights wanted."""
-        chosen = op.Log(op.Max(weights, f32(op, 1e-30)))
+        """The MoE kernels take the choice of experts as scores over a floor that no chosen one reaches."""
         shape = op.Concat(op.Shape(expert_ids, start=0, end=2), i64(op, num_experts), axis=0)
-        floor = op.Expand(f32(op, -1e4), shape)
-        router = op.Reshape(op.ScatterElements(floor, expert_ids, chosen, axis=-1), i64(op, -1, num_experts))
-        attributes = {"swiglu_limit": limit} if math.isfinite(limit) else {}
-        return op.MoE(
-            x, router, fc1, None, fc2, _domain=MS, k=topk, activation_type="swiglu", swiglu_fusion=1,
-            activation_alpha=1.0, activation_beta=0.0, normalize_routing_weights=1, **attributes,
+        shares = op.ScatterElements(op.Expand(f32(op, 0.0), shape), expert_ids, self.shares(op, weights), axis=-1)
+        router = op.Reshape(shares, i64(op, -1, num_experts))
+        attributes = {
+            "k": topk, "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0,
+            **({"swiglu_limit": limit} if math.isfinite(limit) else {}),
+        }  # fmt: skip
+        if self.int8 and self._divisible(fc1, axis=2) and self._divisible(fc2, axis=2):
+            return self._int8_moe(op, x, router, fc1, fc2, attributes)
+        scores = op.Log(op.Max(router, f32(op, 1e-30)))
+        return op.MoE(x, scores, fc1, None, fc2, _domain=MS, normalize_routing_weights=1, **attributes)
+
+    def _int8_moe(
+        self, op: Op, x: Value, router: Value, fc1: Value, fc2: Value, attributes: dict[str, object]
+    ) -> Value:
+        """router [T, E]: the share of each chosen expert, 0 elsewhere; it chooses and weighs."""
+        parts = []
+        for weight in (fc1, fc2):
+            packed, scale = self._parts(op, weight, transpose=False)
+            parts += [op.Reshape(packed, i64(op, 0, 0, -1)), scale, None]
+        return op.QMoE(
+            x, router, *parts, None, None, None, None, None, None, router, _domain=MS,
+            expert_weight_bits=8, block_size=INT8_BLOCK, accuracy_level=4, **attributes,
         )  # fmt: skip
 
     def shares(self, op: Op, weights: Value) -> Value:

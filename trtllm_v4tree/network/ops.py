@@ -48,10 +48,6 @@ class V4TreeOps:
         """x [..., I] times weight [I, O]."""
         return op.MatMul(x, weight)
 
-    def expert_linear(self, op: Op, x: Value, weight: Value) -> Value:
-        """`linear` of a routed expert."""
-        return self.linear(op, x, weight)
-
     def rope(self, op: Op, x: Value, cos: Value, sin: Value, num_heads: int, rope_dim: int) -> Value:
         """Interleaved RoPE on the leading `rope_dim` of every head: x [B, S, heads * d], cos and sin [B, S, rope_dim / 2]."""
         return op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=num_heads, rotary_embedding_dim=rope_dim)
@@ -138,7 +134,7 @@ class V4TreeOps:
     def _per_expert(self, op: Op, rows: Value, counts: Value, weights: Sequence[Value]) -> Value:
         """rows [P, I] sorted by expert, counts [E] -> [P, O], expert e's rows times weights[e] [I, O]."""
         parts = op.Split(rows, counts, axis=0, _outputs=len(weights))
-        return op.Concat(*[self.expert_linear(op, *pair) for pair in zip(parts, weights, strict=True)], axis=0)
+        return op.Concat(*[self.linear(op, *pair) for pair in zip(parts, weights, strict=True)], axis=0)
 
     def swiglu(self, op: Op, gate: Value, up: Value, limit: float) -> Value:
         """silu(min(gate, limit)) * clip(up, -limit, limit)."""

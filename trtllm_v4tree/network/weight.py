@@ -48,14 +48,16 @@ INT8_BLOCK = 32
 """Inputs of a row that share one scale, as in the FP4 experts of the released checkpoints."""
 
 
-def quantized(weight: Weight) -> tuple[Weight, Weight]:
-    """A linear weight [I, O] as unsigned 8-bit [O, I / 32, 32], zero at 128, and its scales [O, I / 32]."""
+def quantized(weight: Weight, transpose: bool) -> tuple[Weight, Weight]:
+    """A weight [.., O, I], or [I, O] with `transpose`, as unsigned 8-bit blocks [.., O, I / 32, 32], zero at 128, and scales [.., O, I / 32]."""
     assert weight.shape is not None
-    inputs, outputs = (int(str(dim)) for dim in weight.shape)
-    blocks = [outputs, inputs // INT8_BLOCK]
+    shape = [int(str(dim)) for dim in weight.shape]
+    *outer, inputs = shape[::-1] if transpose else shape
+    blocks = [*outer, inputs // INT8_BLOCK]
 
     def rows(source: TensorSource) -> np.ndarray:
-        return np.ascontiguousarray(weight.load(source).T).reshape(*blocks, INT8_BLOCK)
+        array = weight.load(source)
+        return np.ascontiguousarray(array.T if transpose else array).reshape(*blocks, INT8_BLOCK)
 
     packed = Weight([*blocks, INT8_BLOCK], lambda source: quantize_blocks(rows(source))[0], dtype=ir.DataType.UINT8)
     scale = Weight(blocks, lambda source: quantize_blocks(rows(source))[1])

@@ -64,15 +64,20 @@ class Executor(Protocol):
 
 
 class _Graph:
-    """One session. A graph that writes states has them bound once, in place; any other is called with the pools as they are."""
+    """One session. A graph that writes states has them bound once, in place; any other is called with the pools as they are.
+
+    Idle threads of a session that `spins` wait for the next operator on the core, where they keep other sessions' threads off it.
+    """
 
     def __init__(
-        self, path: Path, spec: GraphContract, states: Mapping[str, NDArray[np.float32]], threads: int
+        self, path: Path, spec: GraphContract, states: Mapping[str, NDArray[np.float32]], threads: int, spins: bool
     ) -> None:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
+        if not spins:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 4  # what fails raises, and the caller reports it
         try:
             self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -158,7 +163,9 @@ class OnnxRuntimeExecutor:
             self.reset(slot)
 
     def _load(self, stem: str, spec: GraphContract) -> _Graph:
-        return _Graph(self.directory / f"{stem}.onnx", spec, self.states, self.threads)
+        """Only the target step's threads spin: a pool that does beside it doubled the time of a step after a draft round."""
+        threads = 1 if stem == "commit" else self.threads
+        return _Graph(self.directory / f"{stem}.onnx", spec, self.states, threads, spins=stem == "target_step")
 
     def prepare_draft(self, steps: int, topk: int) -> None:
         """Loads the draft round of this shape; raises EngineFormatError if the engine was built without it."""
