@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-compile lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -14,7 +14,7 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[test,bench,serve]"
+	$(BIN)/python -m pip install --quiet -e ".[test,bench,serve,plugins]"
 	touch $@
 
 demo: $(VENV)/.base
@@ -26,7 +26,11 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not compile and not gpu and not tensorrt"
+
+test-compile: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -e ".[rtx]"
+	$(BIN)/python -m pytest -m compile
 
 clean:
 	rm -rf engines build *.egg-info

@@ -37,7 +37,7 @@ def test_bf16_for_hopper() -> None:
     check(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize("capability", ["80", "90", "100", "120"])
 def test_every_dtype_and_chip(capability: str) -> None:
     rows = json.loads(run_module("v4tree_plugins.aot", "--json", "--capability", capability))

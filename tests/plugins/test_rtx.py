@@ -101,7 +101,7 @@ def test_failure_names_node_and_graph(nano: ModelConfig, tmp_path: Path) -> None
         rtx.RtxBuilder(("SM89",)).compile(tmp_path / "bad.onnx", spec, rtx.graph_profiles(spec.name, s))
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 def test_whole_shipped_model(nano: ModelConfig, tmp_path: Path) -> None:
     """Target step, commit and draft round for SM89 and SM120 in under five minutes; nothing but plans is left."""
     pytest.importorskip("tensorrt_rtx")
@@ -112,7 +112,7 @@ def test_whole_shipped_model(nano: ModelConfig, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{p.stem}.plan" for p in plans)
 
 
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.parametrize(("ratio", "hashed"), [(0, 1), (4, 0), (128, 0)])
 def test_full_width_flash_layer(nano: ModelConfig, tmp_path: Path, ratio: int, hashed: int) -> None:
     """One layer of V4-Flash of each kind with all 256 experts; weights are inputs, so no 25 GB are needed."""
