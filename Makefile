@@ -26,11 +26,12 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not compile and not gpu and not tensorrt"
+	$(BIN)/python -m pytest --ignore=tests/plugins --ignore=tests/gpu
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/plugins --confcutdir=tests/plugins -m "not compile"
 
 test-compile: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -e ".[rtx]"
-	$(BIN)/python -m pytest -m compile
+	$(BIN)/python -m pytest tests/plugins --confcutdir=tests/plugins -m compile
 
 clean:
 	rm -rf engines build *.egg-info
