@@ -33,11 +33,13 @@ RUNS = (
     ("first", "s3_k2_d6"),
     ("first", "s4_k3_d6"),
     ("first", "s4_k3_d8"),
+    ("first", "auto"),
     ("multi", "s3_k1_d4"),
     ("multi", "s5_k1_d6"),
     ("multi", "s7_k1_d8"),
     ("multi", "s5_k2_d6"),
     ("multi", "s6_k2_d8"),
+    ("multi", "auto"),
 )
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,15 @@ from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import EngineFormatError
 from trtllm_v4tree.runtime.executor import Executor, OnnxRuntimeExecutor
 from trtllm_v4tree.runtime.tables import Sequences, Tree, commit_tables, draft_tables, step_tables
-from trtllm_v4tree.runtime.tree import chain
+from trtllm_v4tree.runtime.tree import Ints, chain
 
 _BATCHES = (1, 4, 16, 64)
 _NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 _CONTEXT = 200
+_Call = Callable[[], object]
+_Pair = tuple[_Call, _Call | None]
+_Key = tuple[str, int, int]
+"""Graph, then nodes or steps, then topk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +84,13 @@ class LatencyTable:
 
 
 def measure(
-    executor: Executor, shapes: Iterable[tuple[int, int]], report: Callable[[str, float], None], repeats: int = 5
+    executor: Executor, shapes: Iterable[tuple[int, int]], report: Callable[[str, float], None], repeats: int = 9
 ) -> LatencyTable:
-    """Times every graph at a middling context. Works on the bin and on slots of an executor that serves nobody."""
+    """Times every graph at a middling context. Works on the bin and on slots of an executor that serves nobody.
+
+    Tokens differ from call to call, so that other experts are read each time, and a pass over more than one node comes after a draft
+    round, as in the round loop: warm caches and equal tokens halve the cost of a tree and not that of a token.
+    """
     sizes = executor.sizes
     batches = [b for b in _BATCHES if b < sizes.max_batch_size] + [sizes.max_batch_size]
     nodes = [n for n in _NODES if n < sizes.max_verify_tokens] + [sizes.max_verify_tokens]
@@ -90,12 +98,14 @@ def measure(
     shapes = list(shapes)
     for index, batch in enumerate(batches):
         report(f"timing batch {batch}", index / len(batches))
-        for n in nodes:
-            table.target[batch, n] = _median_ms(_target_call(executor, batch, n), repeats)
-        table.overhead[batch] = _median_ms(_commit_call(executor, batch), repeats)
-        for steps, topk in shapes:
-            executor.prepare_draft(steps, topk)
-            table.draft[steps, topk, batch] = _median_ms(_draft_call(executor, batch, steps, topk), repeats)
+        calls = _calls(executor, batch, nodes, shapes)
+        for (kind, first, second), ms in _medians_ms(calls, repeats).items():
+            if kind == "overhead":
+                table.overhead[batch] = ms
+            elif kind == "target":
+                table.target[batch, first] = ms
+            else:
+                table.draft[first, second, batch] = ms
     return table
 
 
@@ -104,14 +114,33 @@ def measure_engine(directory: Path, manifest: Manifest, report: Callable[[str, f
     return measure(OnnxRuntimeExecutor(directory, manifest), manifest.draft_shapes, report).to_json()
 
 
-def _median_ms(call: Callable[[], object], repeats: int) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(times)
+def _calls(executor: Executor, batch: int, nodes: list[int], shapes: list[tuple[int, int]]) -> dict[_Key, _Pair]:
+    """Every call to time with what runs before it in the round loop: nothing before a plain step, else the other graph."""
+    drafts = {shape: _draft_call(executor, batch, *shape) for shape in shapes}
+    targets = {n: _target_call(executor, batch, n) for n in nodes}
+    draft = drafts[shapes[len(shapes) // 2]] if shapes else None
+    target = targets[nodes[len(nodes) // 2]]
+    calls: dict[_Key, _Pair] = {("overhead", 0, 0): (_commit_call(executor, batch), None)}
+    for n, call in targets.items():
+        calls["target", n, 0] = (call, draft if n > 1 else None)
+    for (steps, topk), call in drafts.items():
+        calls["draft", steps, topk] = (call, target)
+    return calls
+
+
+def _medians_ms(calls: Mapping[_Key, _Pair], repeats: int) -> dict[_Key, float]:
+    """Median of `repeats` calls after three that do not count; the second call of a pair runs before each, untimed."""
+    medians = {}
+    for key, (call, before) in calls.items():
+        times = []
+        for _ in range(repeats + 3):
+            if before is not None:
+                before()
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        medians[key] = 1e3 * statistics.median(times[3:])
+    return medians
 
 
 def _sequences(executor: Executor, batch: int) -> Sequences:
@@ -123,9 +152,18 @@ def _sequences(executor: Executor, batch: int) -> Sequences:
 
 
 def _target_call(executor: Executor, batch: int, nodes: int) -> Callable[[], object]:
-    tree = Tree.make(chain(batch, nodes), np.zeros((batch, nodes), np.int64))
     every = np.broadcast_to(np.arange(nodes), (batch, nodes))
-    return lambda: executor.target(step_tables(executor.sizes, _sequences(executor, batch), tree, every).feeds)
+    seqs, rng = _sequences(executor, batch), np.random.default_rng(nodes)
+
+    def call() -> object:
+        tree = Tree.make(chain(batch, nodes), _tokens(executor, rng, batch, nodes))
+        return executor.target(step_tables(executor.sizes, seqs, tree, every).feeds)
+
+    return call
+
+
+def _tokens(executor: Executor, rng: np.random.Generator, batch: int, count: int) -> Ints:
+    return rng.integers(0, executor.config.vocab_size, (batch, count))
 
 
 def _commit_call(executor: Executor, batch: int) -> Callable[[], object]:
@@ -139,5 +177,11 @@ def _commit_call(executor: Executor, batch: int) -> Callable[[], object]:
 
 def _draft_call(executor: Executor, batch: int, steps: int, topk: int) -> Callable[[], object]:
     seqs = _sequences(executor, batch)
-    pending, tokens = np.full(batch, 2), np.zeros((batch, 2), np.int64)
-    return lambda: executor.draft(steps, topk, draft_tables(executor.sizes, seqs, pending, tokens, steps)[0])
+    pending, rng = np.full(batch, 2), np.random.default_rng(steps)
+
+    def call() -> object:
+        tokens = _tokens(executor, rng, batch, 2)
+        return executor.draft(steps, topk, draft_tables(executor.sizes, seqs, pending, tokens, steps)[0])
+
+    executor.prepare_draft(steps, topk)
+    return call
