@@ -12,6 +12,8 @@ from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.sizes import EngineSizes
 
 Dim = int | str
+NULL_SCORE = -1e30
+"""Score of a pooled row that does not exist: finite, so that a pool of nothing but such rows stays finite."""
 
 
 @dataclass(frozen=True)

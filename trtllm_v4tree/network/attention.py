@@ -13,8 +13,8 @@ from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.network.blocks import RmsNorm
-from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, f32, i64
-from trtllm_v4tree.network.weight import TensorSource, Weight, rope_first, tensor
+from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, i64
+from trtllm_v4tree.network.weight import TensorSource, Weight, rope_first
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,3 @@ class Attention(nn.Module):
         groups = op.Transpose(op.Reshape(o, i64(op, 0, 0, c.o_groups, -1)), perm=[0, 2, 1, 3])
         low = op.Transpose(op.MatMul(groups, self.out_a), perm=[0, 2, 1, 3])
         return self.ops.linear(op, op.Reshape(low, i64(op, 0, 0, -1)), self.out_b)
-
-
-__all__ = ["Attention", "CompressorRows", "NodeRows", "Rope", "Visible", "f32", "make_rope", "tensor"]

@@ -13,7 +13,7 @@ from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.network.commit import Commit
 from trtllm_v4tree.network.draft import DraftRound
-from trtllm_v4tree.network.ops import DOMAIN, OPSET, Op, V4TreeOps, Value
+from trtllm_v4tree.network.ops import OPSET, Op, V4TreeOps, Value
 from trtllm_v4tree.network.target import TargetStep
 from trtllm_v4tree.sizes import EngineSizes
 
@@ -58,6 +58,3 @@ def draft_round(config: ModelConfig, sizes: EngineSizes, ops: V4TreeOps, steps: 
 def commit(config: ModelConfig, sizes: EngineSizes, ops: V4TreeOps) -> ir.Model:
     module = Commit(config, sizes, ops)
     return trace(contract.commit(config, sizes), lambda op, feeds: module(op, feeds))
-
-
-__all__ = ["DOMAIN", "commit", "draft_round", "target_step", "trace"]

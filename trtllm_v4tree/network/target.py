@@ -6,14 +6,12 @@ import numpy as np
 from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig, rope_inv_freq
+from trtllm_v4tree.contract import NULL_SCORE
 from trtllm_v4tree.network.attention import Attention, NodeRows, Rope, Visible, make_rope
 from trtllm_v4tree.network.blocks import HyperConnection, HyperHead, MixtureOfExperts, RmsNorm
 from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, i64
 from trtllm_v4tree.network.weight import Weight, tensor, transposed
 from trtllm_v4tree.sizes import EngineSizes
-
-NEGATIVE = np.float32(-1e30)
-"""Score of a row that does not exist: finite, so that a pool of nothing but such rows stays finite."""
 
 
 class Block(nn.Module):
@@ -76,7 +74,7 @@ def layer_tables(op: Op, rows: Value, stride: int, count: int) -> list[Value]:
 
 def null_row(op: Op, batch_like: Value, dim: int) -> Value:
     """A pseudo-row of weight zero per sequence: [B, 1, 2 dim] = (score -1e30 | kv 0)."""
-    row = np.concatenate([np.full(dim, NEGATIVE), np.zeros(dim, np.float32)]).reshape(1, 1, -1).astype(np.float32)
+    row = np.concatenate([np.full(dim, NULL_SCORE), np.zeros(dim, np.float32)]).reshape(1, 1, -1).astype(np.float32)
     shape = op.Concat(op.Shape(batch_like, start=0, end=1), i64(op, 1, 2 * dim), axis=0)
     return op.Expand(const(op, row), shape)
 

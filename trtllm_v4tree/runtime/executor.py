@@ -18,7 +18,6 @@ from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import EngineFormatError
-from trtllm_v4tree.network.target import NEGATIVE
 from trtllm_v4tree.runtime.tables import Feeds
 from trtllm_v4tree.sizes import EngineSizes
 
@@ -199,7 +198,7 @@ class OnnxRuntimeExecutor:
         ):
             if name in self.states:
                 rows = self.states[name].reshape(layers, self.sizes.num_slots, -1, 2, self.states[name].shape[-1] // 2)
-                rows[:, slot, :, 0], rows[:, slot, :, 1] = NEGATIVE, 0
+                rows[:, slot, :, 0], rows[:, slot, :, 1] = contract.NULL_SCORE, 0
 
     def state(self, name: str) -> NDArray[np.float32]:
         """The live pool (a view)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -45,7 +46,7 @@ def error_body(status: int, message: str, code: str | None = None, param: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Answer:
+class Answer(ABC):
     """What completions and chat share: choices in order, usage, chunks."""
 
     prefix = ""
@@ -93,11 +94,11 @@ class Answer:
         completion = sum(u.completion_tokens for u in self.usages)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def choice(self, index: int, event: Event) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def choice(self, index: int, event: Event) -> Json: ...
 
-    def delta(self, index: int, event: Event) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def delta(self, index: int, event: Event) -> Json: ...
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head(self.chunk_object), "choices": choices}

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,7 +121,7 @@ class _Live:
             return True
 
 
-class _Model:
+class _Model(ABC):
     """What both models share: execute, the thread that answers and the thread that polls for cancellation."""
 
     settings: Settings
@@ -196,11 +197,11 @@ class _Model:
         limits = [t for t in (request.timeout() / 1e6, self.settings.max_request_seconds) if t > 0]
         return min(limits, default=None)
 
-    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str, timeout_s: float | None) -> Generation:
-        raise NotImplementedError
+    @abstractmethod
+    def generation(self, tensors: dict[str, NDArray[Any]], request_id: str, timeout_s: float | None) -> Generation: ...
 
-    def outputs(self, live: _Live, event: Event) -> list[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def outputs(self, live: _Live, event: Event) -> list[Any]: ...
 
     # ---------------------------------------------------------------- answers
 
