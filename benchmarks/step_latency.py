@@ -27,7 +27,6 @@ from trtllm_v4tree.runtime.tables import (
     Tree,
     commit_tables,
     draft_tables,
-    drafter_commit_tables,
     step_tables,
 )
 
@@ -92,9 +91,9 @@ class Cases:
         if self.shapes:
             steps, topk = self.shapes[0]
             tokens = self.rng.integers(0, self.executor.config.vocab_size, (batch, ACCEPTED))
-            tables, read = draft_tables(self.sizes, self.sequences(batch), np.full(batch, ACCEPTED), tokens, steps)
+            tables, kept = draft_tables(self.sizes, self.sequences(batch), np.full(batch, ACCEPTED), tokens, steps)
             drafted = self.executor.draft(steps, topk, tables).scratch
-            feeds.update(drafter_commit_tables(self.sizes, tables, step.seqs.slots, read))
+            feeds.update(kept)
         return partial(self.executor.commit, scratch, drafted, feeds)
 
 

@@ -61,8 +61,8 @@ class Verified:
 class Drafted:
     """One draft round over `held`."""
 
-    feeds: tables.Feeds
     read: np.ndarray
+    tables: tables.Feeds
     result: DraftResult
 
 
@@ -127,9 +127,9 @@ class Driver:
         following = np.zeros((len(held), int(pending.max())), np.int64)
         for b, (h, root) in enumerate(zip(held, roots, strict=True)):
             following[b, : h.pending] = [*h.ids[h.length - h.pending + 1 :], int(root)][: h.pending]
-        feeds, read = tables.draft_tables(self.sizes, self._sequences(held, 0), pending, following, steps)
+        feeds, kept = tables.draft_tables(self.sizes, self._sequences(held, 0), pending, following, steps)
         self.executor.prepare_draft(steps, topk)
-        return Drafted(feeds, read, self.executor.draft(steps, topk, feeds))
+        return Drafted(kept["mtp_accepted"], kept, self.executor.draft(steps, topk, feeds))
 
     def commit(
         self,
@@ -150,8 +150,7 @@ class Driver:
         unread = np.array([h.pending if behind else 0 for h in done.held])
         feeds = tables.commit_tables(self.sizes, done.tables, path, counts, unread)
         if drafted is not None:
-            slots = np.array([h.slot for h in done.held])
-            feeds |= tables.drafter_commit_tables(self.sizes, drafted.feeds, slots, drafted.read)
+            feeds |= drafted.tables
         self.executor.commit(done.scratch, drafted and drafted.result.scratch, feeds)
         out = []
         for b, (h, (_, tokens)) in enumerate(zip(done.held, done.trees, strict=True)):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from trtllm_v4tree import CheckpointError, ConfigError, V4TreeError
+from trtllm_v4tree import CheckpointError, ConfigError, V4TreeError, native
 from trtllm_v4tree.checkpoint import expected_tensors
 from trtllm_v4tree.compiler.build import BuildOptions, build, default_draft_shapes
 from trtllm_v4tree.config import ModelConfig
@@ -31,6 +32,7 @@ from .oracle.tiny import CONFIGS, write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = BuildOptions(max_batch_size=2, max_seq_len=300, draft_shapes=((1, 1), (2, 2)))
+KERNELS = ["onnxruntime"] + (["native"] if native.library() else [])
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -57,7 +59,7 @@ def times(found: Counter[float], value: float) -> int:
 
 
 def expected_counts(
-    tensors: dict[str, np.ndarray], config: ModelConfig, sparse: bool, found: Counter[float]
+    tensors: dict[str, np.ndarray], config: ModelConfig, sparse: bool, found: Counter[float], kernels: str
 ) -> dict[float, int]:
     """How often each value must be stored: as often as in the checkpoint, but for what the network multiplies together,
     and for the indexer of an engine that need not select."""
@@ -72,9 +74,7 @@ def expected_counts(
     for name, (value, size) in list(left.items()):
         if ".indexer." in name and not sparse:
             del left[name]
-        elif name.endswith(".weights_proj.weight"):
-            left[name] = (value * (config.index_n_heads * config.index_head_dim) ** -0.5, size)
-        if ".experts." in name and name.endswith(".w2.weight"):
+        if ".experts." in name and name.endswith(".w2.weight") and kernels == "onnxruntime":
             left[name] = (value * config.routed_scaling_factor, size)
         for suffix, (partner, terms, many) in folded.items():
             if name.endswith(suffix):
@@ -88,19 +88,21 @@ def expected_counts(
     return counts
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_value_of_the_checkpoint_is_stored_once(name: str, tmp_path: Path) -> None:
+def test_every_value_of_the_checkpoint_is_stored_once(name: str, kernels: str, tmp_path: Path) -> None:
     """A count of values: it holds for any layout of the weights, and shows what is lost, doubled or mixed up."""
     checkpoint = write_tiny(tmp_path / "checkpoint", name, seed=1)
     tensors = number(checkpoint)
-    manifest = build(checkpoint, tmp_path / "engine", OPTIONS)
+    manifest = build(checkpoint, tmp_path / "engine", replace(OPTIONS, cpu_kernels=kernels))
+    assert manifest.cpu_kernels == kernels
     stored = load_file(tmp_path / "engine" / WEIGHTS_FILE)
     found: Counter[float] = Counter()
     for array in stored.values():
         if array.dtype == np.float32:
             values, counts = np.unique(array, return_counts=True)
             found.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-    for value, count in expected_counts(tensors, manifest.config, manifest.sizes.sparse, found).items():
+    for value, count in expected_counts(tensors, manifest.config, manifest.sizes.sparse, found, kernels).items():
         assert times(found, value) == count, value
     tables = sorted(t.tobytes() for t in tensors.values() if t.dtype == np.int64)
     assert sorted(t.tobytes() for t in stored.values() if t.dtype == np.int64) == tables
@@ -186,7 +188,7 @@ def test_an_engine_is_replaced(tiny: Callable[[str], Built], engine: Path) -> No
 
 def test_an_engine_of_another_format_is_replaced(tiny: Callable[[str], Built], engine: Path) -> None:
     (engine / MANIFEST).write_text(
-        (engine / MANIFEST).read_text().replace('"format_version": 1', '"format_version": 0')
+        (engine / MANIFEST).read_text().replace('"format_version": 2', '"format_version": 0')
     )
     build(tiny("mixed").checkpoint, engine, OPTIONS)
     Manifest.read(engine).verify(engine)

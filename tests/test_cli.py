@@ -168,7 +168,7 @@ def test_checkpoint_dir_is_not_there(tmp_path: Path, v4tree: Run) -> None:
     ("option", "value", "fragments"),
     [
         ("--target", "cuda", ("'cuda'", "onnxruntime, tensorrt, tensorrt-rtx")),
-        ("--target", "tensorrt-rtx", ("'tensorrt-rtx'", "--target onnxruntime")),
+        ("--target", "tensorrt", ("plan builder", "--target onnxruntime")),
         ("--dtype", "int8", ("'int8'", "float32, float16, bfloat16")),
         ("--dtype", "float16", ("float16", "--dtype float32")),
         ("--max_batch_size", "0", ("max_batch_size=0", "1 to 1024")),
@@ -372,7 +372,7 @@ BAD_ENGINES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no JSON": (write("engine.json", b"\xff"), ("not valid JSON",)),
     "deep JSON": (write("engine.json", b"[" * 100_000), ("not valid JSON",)),
     "no object": (write("engine.json", b"[1]"), ("not a JSON object",)),
-    "another format": (edit_manifest(lambda d: d.update(format_version=99)), ("format 99", "reads format 1")),
+    "another format": (edit_manifest(lambda d: d.update(format_version=99)), ("format 99", "reads format 2")),
     "another target": (edit_manifest(lambda d: d.update(target="tensorrt")), ("tensorrt", "--target onnxruntime")),
     "target is a number": (edit_manifest(lambda d: d.update(target=3)), ("damaged", "target is 3")),
     "no sizes": (edit_manifest(lambda d: d.pop("sizes")), ("damaged", "sizes")),
@@ -475,7 +475,7 @@ def test_text_needs_a_tokenizer(engine: Path, v4tree: Run) -> None:
     refused(v4tree(*generate, "--prompt_token_ids", "1", "--stop", "a"), "stop", "tokenizer")
 
 
-@pytest.mark.parametrize("arguments", [("nope",), ("--nope",), ("build",), ("inspect",), ("doctor", "x")])
+@pytest.mark.parametrize("arguments", [("nope",), ("--nope",), ("build",), ("serve",), ("doctor", "x")])
 def test_bad_command_line(arguments: tuple[str, ...], v4tree: Run) -> None:
     refused(v4tree(*arguments), "--help")
 

@@ -85,9 +85,8 @@ def _check_frontiers(parents: np.ndarray, scores: np.ndarray, steps: int, topk: 
 def proposed_trees(result: DraftResult, roots: list[int], budget: int) -> list[Tree]:
     """The `budget` best candidates of every sequence behind its root."""
     budgets = np.full(len(roots), budget)
-    _, parents, tokens = select_nodes(result.scores, result.parents, result.tokens, budgets)
-    tokens[:, 0] = roots
-    return [(p, t) for p, t in zip(parents, tokens, strict=True)]
+    chosen = select_nodes(result.scores, result.parents, result.tokens, budgets, roots)
+    return [(np.array(p), np.array(t)) for p, t in zip(chosen.parents, chosen.tokens, strict=True)]
 
 
 @pytest.mark.parametrize(("steps", "topk"), SHAPES)

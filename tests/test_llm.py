@@ -326,7 +326,10 @@ def test_speculation_changes_only_between_generations(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("speculation", "message"),
     [
-        ("eagle", "use none, auto or sN_kK_dD"),
+        ("eagle", "use none, auto, best_first"),
+        ("auto_d17", "at most 16"),
+        ("auto", "needs the latency table"),
+        ("entropy_d1", "d starts at 2"),
         ("s2_k2_d4", "s1_k1, s3_k2"),
         ("s3_k3_d17", "at most 16"),
         (None, "speculation is None"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.runtime import tables
-from trtllm_v4tree.runtime.tree import PAD, ancestors, chain, parse_speculation, select_nodes
+from trtllm_v4tree.runtime.tree import PAD, chain, parse_speculation, select_nodes
 from trtllm_v4tree.sizes import EngineSizes
 
 from .oracle.tiny import CONFIGS
@@ -66,13 +66,14 @@ def steps(draw: st.DrawFn) -> tuple[tables.StepTables, list[list[int]]]:
 def test_ancestors_and_depths_equal_a_walk_up(batch: tuple[np.ndarray, list[list[int]]]) -> None:
     parents, own = batch
     tree_batch = tables.Tree.make(parents, np.zeros_like(parents))
-    reach, depth = ancestors(parents), tree_batch.depth
-    np.testing.assert_array_equal(tree_batch.reach, reach)
+    reach, depth = tree_batch.reach, tree_batch.depth
+    np.testing.assert_array_equal(tree_batch.parents, parents)
     for b, tree in enumerate(own):
         for n in range(parents.shape[1]):
             up = path_of(tree, n) if n < len(tree) else []
             assert np.flatnonzero(reach[b, n]).tolist() == sorted(up)
             assert depth[b, n] == max(len(up) - 1, 0)
+            assert tree_batch.shapes[b].height >= len(up)
             if up:
                 assert tables.climb(tree, n, 3) == up[-3:]
 
@@ -81,8 +82,8 @@ def test_ancestors_and_depths_equal_a_walk_up(batch: tuple[np.ndarray, list[list
 def test_a_chain_reaches_all_earlier_nodes(length: int) -> None:
     parents = chain(3, length)
     assert parents.shape == (3, length) and parents.tolist() == [list(range(-1, length - 1))] * 3
-    assert (ancestors(parents) == np.tri(length, dtype=bool)).all()
-    assert (tables.Tree.make(parents, parents).depth == np.arange(length)).all()
+    tree = tables.Tree.make(parents, parents)
+    assert (tree.reach == np.tri(length, dtype=bool)).all() and (tree.depth == np.arange(length)).all()
 
 
 @st.composite
@@ -115,8 +116,9 @@ def test_select_nodes_keeps_the_best_under_a_strict_total_order(
     scores, parents, tokens = drawn
     batch, count = scores.shape
     budgets = np.array(data.draw(st.lists(st.integers(1, count + 1), min_size=batch, max_size=batch)))
-    chosen, tree, drafted = select_nodes(scores, parents, tokens, budgets)
-    assert tree.shape == drafted.shape and tree.dtype == drafted.dtype == np.int64
+    roots = list(range(1, batch + 1))
+    chosen, tree, drafted = map(np.array, select_nodes(scores, parents, tokens, budgets, roots))
+    assert tree.shape == drafted.shape == chosen.shape
     for b in range(batch):
         level = [_level(parents[b], c) for c in range(count)]
         order = sorted(range(count), key=lambda c: (-scores[b, c], level[c], c))
@@ -127,7 +129,7 @@ def test_select_nodes_keeps_the_best_under_a_strict_total_order(
         assert chosen[b].tolist() == [-1, *kept] + [PAD] * (~real).sum()
         place = {-1: 0} | {c: i + 1 for i, c in enumerate(kept)}
         assert tree[b, real].tolist() == [-1] + [place[parents[b, c]] for c in kept]
-        assert drafted[b, real].tolist() == [0, *tokens[b, kept].tolist()]
+        assert drafted[b, real].tolist() == [roots[b], *tokens[b, kept].tolist()]
         assert (tree[b, 1 : budgets[b]] < np.arange(1, budgets[b])).all(), "a parent follows its child"
 
 
@@ -343,9 +345,9 @@ def test_draft_tables_show_each_row_the_window_before_it(
     drawn: tuple[tables.Sequences, np.ndarray, np.ndarray, int],
 ) -> None:
     seqs, pending, following, steps = drawn
-    feeds, read = tables.draft_tables(SIZES, seqs, pending, following, steps)
+    feeds, kept = tables.draft_tables(SIZES, seqs, pending, following, steps)
     width = following.shape[1]
-    assert read.tolist() == [b * width + i for b, p in enumerate(pending) for i in range(p)]
+    assert kept["mtp_accepted"].tolist() == [b * width + i for b, p in enumerate(pending) for i in range(p)]
     for b, (length, slot) in enumerate(zip(seqs.lengths.tolist(), seqs.slots.tolist(), strict=True)):
         first = length - int(pending[b])
         queries = [(feeds["catchup_mask"][b, i], first + i) for i in range(pending[b])]
@@ -372,10 +374,8 @@ def test_the_drafter_keeps_the_newest_row_of_every_ring_place(
     drawn: tuple[tables.Sequences, np.ndarray, np.ndarray, int],
 ) -> None:
     seqs, pending, following, _ = drawn
-    feeds, read = tables.draft_tables(SIZES, seqs, pending, following, 0)
-    placed = tables.drafter_commit_tables(SIZES, feeds, seqs.slots, read)
-    assert placed["mtp_accepted"].tolist() == read.tolist()
-    got = iter(placed["mtp_dst"].tolist())
+    _, kept = tables.draft_tables(SIZES, seqs, pending, following, 0)
+    got = iter(kept["mtp_dst"].tolist())
     for slot, length, count in zip(seqs.slots.tolist(), seqs.lengths.tolist(), pending.tolist(), strict=True):
         for position in range(length - count, length):
             row = next(got)

@@ -133,6 +133,15 @@ class Checkpoint:
         return "mtp.0.e_proj.weight" in self._shapes
 
     @property
+    def is_bfloat16_exact(self) -> bool:
+        """Whether every matrix of a linear is stored so that bfloat16 holds its values: bfloat16, or FP8 or FP4 with ue8m0 scales."""
+        return all(self._is_exact(name) for name, shape in self._shapes.items() if len(shape) == 2 and _is_linear(name))
+
+    def _is_exact(self, name: str) -> bool:
+        dtype = self._stored[name].dtype
+        return dtype == "BF16" or (dtype not in _FLOATS and self._stored[_scale_name(name)].dtype != "F32")
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All canonical names, in the order of `expected_tensors`."""
         return tuple(self._shapes)
@@ -164,6 +173,10 @@ class Checkpoint:
                 f"but the config has experts 0 to {self.config.num_experts - 1}; download the checkpoint again."
             )
         return ids
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith(".weight") and name != "embed.weight"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:

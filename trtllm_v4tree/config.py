@@ -143,7 +143,11 @@ class ModelConfig:
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelConfig:
         """Read `directory`/config.json; ConfigError if it is missing, is not JSON, or is not a usable V4 config."""
-        path = Path(directory) / "config.json"
+        return cls.from_file(Path(directory) / "config.json")
+
+    @classmethod
+    def from_file(cls, path: Path) -> ModelConfig:
+        """The same of a file of any name."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

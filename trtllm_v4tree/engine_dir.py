@@ -1,8 +1,9 @@
-"""The engine directory: manifest, one ONNX file per graph, shared weights, tokenizer. Written whole or not at all."""
+"""The engine directory: manifest, one file per graph (ONNX with shared weights, or a plan), tokenizer. Written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,14 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trtllm_v4tree import contract
 from trtllm_v4tree.config import ModelConfig
+from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.errors import ConfigError, EngineFormatError, V4TreeError
 from trtllm_v4tree.sizes import EngineSizes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "engine.json"
 LATENCY_FILE = "latency.json"
 WEIGHTS_FILE = "weights.safetensors"
+PLAN_TARGETS = ("tensorrt-rtx",)
+"""Targets whose graphs are plans: compiled ahead of time for compute capabilities, weights inside."""
 _CHOSEN_SIZES = ("max_batch_size", "max_seq_len", "max_verify_tokens", "prefill_chunk", "num_pages")
 
 Shapes = tuple[tuple[int, int], ...]
@@ -35,9 +40,20 @@ def graph_stems(has_mtp: bool, draft_shapes: Shapes) -> list[str]:
     return ["target_step", "commit", *(drafts if has_mtp else [])]
 
 
+def graph_files(target: str, stems: list[str]) -> list[str]:
+    """Files that hold the graphs of an engine; none for a target that this version does not know."""
+    if target in PLAN_TARGETS:
+        return [f"{stem}.plan" for stem in stems]
+    return [WEIGHTS_FILE, *(f"{stem}.onnx" for stem in stems)] if target == "onnxruntime" else []
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """What an engine is: `files` maps each file name to its SHA-256, `draft_shapes` lists the (steps, topk) graphs."""
+    """What an engine is: `files` maps each file name to its SHA-256, `draft_shapes` lists the (steps, topk) graphs.
+
+    `compute_capabilities` are those that every plan holds code for, e.g. SM89; empty for a target without plans.
+    `cpu_kernels` are the operators of target onnxruntime, native or onnxruntime; empty for another target.
+    """
 
     target: str
     dtype: str
@@ -47,19 +63,32 @@ class Manifest:
     draft_shapes: Shapes
     files: dict[str, str]
     built_with: dict[str, str]
+    compute_capabilities: tuple[str, ...] = ()
+    cpu_kernels: str = "onnxruntime"
+
+    def contracts(self) -> list[GraphContract]:
+        """Inputs and outputs of every graph, in the order of `graph_stems`."""
+        graphs = [contract.target_step(self.config, self.sizes), contract.commit(self.config, self.sizes)]
+        rounds = ((0, 1), *self.draft_shapes) if self.sizes.has_mtp else ()
+        return graphs + [contract.draft_round(self.config, self.sizes, *shape) for shape in rounds]
 
     def to_json(self) -> str:
+        """With plans also what they are for and their bindings: a plan cannot be read without its compiler's runtime."""
         data = {
             "format_version": FORMAT_VERSION,
             "target": self.target,
             "dtype": self.dtype,
             "draft_dtype": self.draft_dtype,
+            "cpu_kernels": self.cpu_kernels,
             "config": self.config.to_dict(),
             "sizes": self.sizes.to_dict(),
             "draft_shapes": [list(s) for s in self.draft_shapes],
             "files": self.files,
             "built_with": self.built_with,
         }
+        if self.target in PLAN_TARGETS:
+            data["compute_capabilities"] = list(self.compute_capabilities)
+            data["contract"] = [_bindings(graph) for graph in self.contracts()]
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -86,6 +115,15 @@ class Manifest:
                 )
 
 
+def _bindings(graph: GraphContract) -> dict[str, Any]:
+    """A contract under the names that the plan binds: a state that a graph writes leaves it as `new_<state>`."""
+    states = {tensor.name for tensor in graph.inputs}
+    data = dataclasses.asdict(graph)
+    for tensor in data["outputs"]:
+        tensor["name"] = f"new_{tensor['name']}" if tensor["name"] in states else tensor["name"]
+    return data
+
+
 def _manifest_data(directory: Path) -> dict[str, Any]:
     """The object in `engine.json`, of this format version."""
     path = directory / MANIFEST
@@ -107,22 +145,24 @@ def _manifest_data(directory: Path) -> dict[str, Any]:
         raise EngineFormatError(f"{path} is not a JSON object: build the engine again.")
     version = data.get("format_version")
     if version != FORMAT_VERSION:
+        newer = type(version) is int and version > FORMAT_VERSION
+        remedy = "update trtllm_v4tree, or build the engine again" if newer else "build the engine again"
         raise EngineFormatError(
-            f"{directory} has engine format {version}, this version reads format {FORMAT_VERSION}: "
-            "build the engine again."
+            f"{directory} has engine format {version}, this version reads format {FORMAT_VERSION}: {remedy}."
         )
     return data
 
 
 def _parsed(data: dict[str, Any]) -> Manifest:
     """Raises ValueError with what is wrong."""
+    target = _get(data, "target", str)
     config = ModelConfig.from_dict(_get(data, "config", dict))
     sizes = _parsed_sizes(config, _get(data, "sizes", dict))
     shapes = _parsed_shapes(_get(data, "draft_shapes", list))
     files = _texts(data, "files")
-    _check_files(files, [WEIGHTS_FILE, *(f"{stem}.onnx" for stem in graph_stems(sizes.has_mtp, shapes))])
-    return Manifest(
-        target=_get(data, "target", str),
+    _check_files(files, graph_files(target, graph_stems(sizes.has_mtp, shapes)))
+    manifest = Manifest(
+        target=target,
         dtype=_get(data, "dtype", str),
         draft_dtype=_get(data, "draft_dtype", str),
         config=config,
@@ -130,7 +170,12 @@ def _parsed(data: dict[str, Any]) -> Manifest:
         draft_shapes=shapes,
         files=files,
         built_with=_texts(data, "built_with"),
+        compute_capabilities=_parsed_capabilities(data) if target in PLAN_TARGETS else (),
+        cpu_kernels=_get(data, "cpu_kernels", str),
     )
+    if target in PLAN_TARGETS and data.get("contract") != json.loads(manifest.to_json())["contract"]:
+        raise ValueError("contract does not follow from config and sizes")
+    return manifest
 
 
 def _get(data: dict[str, Any], name: str, kind: type[_T]) -> _T:
@@ -168,6 +213,13 @@ def _parsed_shapes(values: list[Any]) -> Shapes:
         if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and n >= 1 for n in shape):
             raise ValueError(f"draft_shapes has {_clipped(shape)}, not [steps, topk]")
     return tuple((steps, topk) for steps, topk in values)
+
+
+def _parsed_capabilities(data: dict[str, Any]) -> tuple[str, ...]:
+    names = _get(data, "compute_capabilities", list)
+    if not names or not all(isinstance(name, str) and re.fullmatch(r"SM[0-9]{2,3}", name) for name in names):
+        raise ValueError(f"compute_capabilities is {_clipped(names)}, not names such as SM89")
+    return tuple(names)
 
 
 def _check_files(files: dict[str, str], required: list[str]) -> None:

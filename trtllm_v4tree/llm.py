@@ -10,10 +10,11 @@ from typing import Any, TypedDict
 
 from trtllm_v4tree.engine_dir import LATENCY_FILE, Manifest
 from trtllm_v4tree.errors import EngineFormatError, RequestError
-from trtllm_v4tree.runtime.engine import Engine, make_policy
+from trtllm_v4tree.runtime.engine import Engine
 from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
+from trtllm_v4tree.runtime.policies.names import make_policy
 from trtllm_v4tree.runtime.request import Delta, Request, RequestMetrics
 from trtllm_v4tree.runtime.sampling import TokenLogprobs
 from trtllm_v4tree.tokenizer import EngineTokenizer
@@ -178,15 +179,16 @@ class LLM:
 
 def _check_name(speculation: str) -> None:
     if not isinstance(speculation, str):
-        raise RequestError(f"speculation is {speculation!r}: give none, auto or sN_kK_dD.")
+        raise RequestError(f"speculation is {speculation!r}: give a name such as none, auto or s3_k2_d6.")
 
 
 def _loadable(directory: Path, verify_hashes: bool) -> Manifest:
     manifest = Manifest.read(directory)
     if manifest.target != "onnxruntime":
+        gpus = f" ({', '.join(manifest.compute_capabilities)})" if manifest.compute_capabilities else ""
         raise EngineFormatError(
-            f"{directory} was built for target {manifest.target}, which cannot run here: "
-            "build with --target onnxruntime."
+            f"{directory} is an engine for target {manifest.target}{gpus}, which needs a GPU executor that this version "
+            "does not have: build the checkpoint with --target onnxruntime to generate here."
         )
     if verify_hashes:
         manifest.verify(directory)

@@ -150,8 +150,8 @@ def test_ranks_are_counted_along_the_walk() -> None:
     parents = np.array([[-1, 0, 0, 1, 2, 2]])
     tree = Tree.make(parents, np.zeros_like(parents))
     ranker = Ranker()
-    ranker(tree, Walk(np.array([[0, 2, 5, -1, -1, -1]]), np.array([3]), np.zeros_like(parents)))
-    ranker(tree, Walk(np.array([[0, 1, -1, -1, -1, -1]]), np.array([2]), np.zeros_like(parents)))
+    ranker(tree, Walk([[0, 2, 5]], [[0, 0, 0]], 6))
+    ranker(tree, Walk([[0, 1]], [[0, 0]], 6))
     offered, accepted = ranker.counts()
     assert offered == [[2, 2], [2, 1]]
     assert accepted == [[1, 1], [0, 1]]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import onnx_ir as ir
 import pytest
 from onnxscript._internal import builder as _builder
 
 from tests.plugins.quick_report import CASES, ir_type
 from trtllm_v4tree.compiler import plugin_ops
-from trtllm_v4tree.compiler.plugin_ops import KeySources, PluginOps
+from trtllm_v4tree.compiler.plugin_ops import PluginOps
+from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.errors import ConfigError
+from trtllm_v4tree.network import graphs
+from trtllm_v4tree.network.ops import AttentionDims, KeySources, NodeRows, Rope
+from trtllm_v4tree.sizes import EngineSizes
+
+NANO = Path(__file__).resolve().parents[2] / "models" / "v4-nano"
+DIMS = AttentionDims(1024, 512, 0, 0, 0, 128, 64, 64, 1e-6)
 
 
 def emitted(splits: int) -> list[ir.Node]:
@@ -23,8 +32,9 @@ def emitted(splits: int) -> list[ir.Node]:
     }
     flat = builder.input("flat", ir_type("BF16"), [2, 6, 64 * 512])
     keys = KeySources(**{name: feeds[name] for name in KeySources.__dataclass_fields__})
-    ops = PluginOps(90, splits)
-    ops.attend(builder.op, flat, keys, feeds["sink"], feeds["cos"], feeds["sin"], 64)
+    rope = Rope(feeds["cos"], feeds["sin"], feeds["sin"])
+    rows = NodeRows(feeds["nodes"], None, None, flat, None)
+    PluginOps(90, splits).attend(builder.op, rows, keys, feeds["sink"], rope, DIMS)
     return [node for node in graph if node.domain == "v4tree"]
 
 
@@ -36,6 +46,17 @@ def test_nodes_match_the_plugins(splits: int) -> None:
         inputs, attributes = plugin_ops.NODES[node.op_type]
         assert len(node.inputs) == len(inputs)
         assert set(node.attributes) == {*attributes, "plugin_namespace", "plugin_version"}
+
+
+def test_the_whole_target_step_uses_the_plugins() -> None:
+    """Every layer's attention, every compressor's pool and every indexer is a plugin node (v4-nano, sparse)."""
+    config = ModelConfig.from_pretrained(NANO)
+    sizes = EngineSizes.make(config, max_batch_size=2, max_seq_len=4096, max_verify_tokens=8, prefill_chunk=64)
+    model = graphs.target_step(config, sizes, PluginOps(90))
+    kinds = [node.op_type for node in model.graph if node.domain == "v4tree"]
+    assert kinds.count("tree_attention") == config.num_layers
+    assert kinds.count("tree_pool") == 2 * sizes.num_csa + sizes.num_hca
+    assert kinds.count("tree_index_score") == sizes.num_csa
 
 
 @pytest.mark.parametrize("options", [(75, "float32", 8), (90, "int8", 8), (90, "bfloat16", 65)])

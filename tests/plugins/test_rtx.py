@@ -13,11 +13,12 @@ import pytest
 
 from trtllm_v4tree import contract
 from trtllm_v4tree.checkpoint import Checkpoint
+from trtllm_v4tree.cli.main import status_of
 from trtllm_v4tree.compiler import rtx
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
 from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
-from trtllm_v4tree.engine_dir import WEIGHTS_FILE
+from trtllm_v4tree.engine_dir import WEIGHTS_FILE, Manifest
 from trtllm_v4tree.errors import ConfigError
 from trtllm_v4tree.network import graphs
 from trtllm_v4tree.network.ops import V4TreeOps
@@ -37,7 +38,9 @@ def sizes(config: ModelConfig, max_seq_len: int = 1024, **options: int) -> Engin
     return EngineSizes.make(config, max_batch_size=4, max_seq_len=max_seq_len, max_verify_tokens=16, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("capabilities", "dtype"), [(("SM90",), "float32"), ((), "float32"), (("SM89",), "float16")])
+@pytest.mark.parametrize(
+    ("capabilities", "dtype"), [(("SM90",), "float32"), (("SM75",), "float32"), ((), "float32"), (("SM89",), "float16")]
+)
 def test_refuses_in_one_sentence(capabilities: tuple[str, ...], dtype: str) -> None:
     with pytest.raises(ConfigError) as error:
         rtx.check_options(capabilities, dtype)
@@ -102,14 +105,34 @@ def test_failure_names_node_and_graph(nano: ModelConfig, tmp_path: Path) -> None
 
 
 @pytest.mark.compile
-def test_whole_shipped_model(nano: ModelConfig, tmp_path: Path) -> None:
-    """Target step, commit and draft round for SM89 and SM120 in under five minutes; nothing but plans is left."""
+def test_whole_shipped_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`v4tree build` for SM89 and SM120 in under five minutes of one core; plans, manifest and tokenizer are all that is left."""
     pytest.importorskip("tensorrt_rtx")
-    started = time.monotonic()
-    plans = rtx.build_plans(nano, sizes(nano), [(4, 3)], Checkpoint.open(NANO, nano, None), tmp_path, BOTH)
-    assert time.monotonic() - started < 300
-    assert [p.stem for p in plans] == ["target_step", "commit", "draft_catchup", "draft_s4_k3"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{p.stem}.plan" for p in plans)
+    engine, started = tmp_path / "engine", time.process_time()
+    command = ["build", "--checkpoint_dir", str(NANO), "--output_dir", str(engine), "--target", "tensorrt-rtx"]
+    assert status_of(command) == 0
+    assert time.process_time() - started < 300
+    assert "SM89 SM120" in capfd.readouterr().err
+    manifest = Manifest.read(engine)
+    manifest.verify(engine)
+    stems = ["target_step", "commit", "draft_catchup", "draft_s4_k3", "draft_s5_k1"]
+    names = {f"{stem}.plan" for stem in stems} | {"tokenizer.json"}
+    assert set(manifest.files) == names
+    assert {p.name for p in engine.iterdir()} == names | {"engine.json"}
+    assert manifest.compute_capabilities == BOTH
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", rtx.CAPABILITIES)
+def test_every_capability_compiles(nano: ModelConfig, tmp_path: Path, capability: str) -> None:
+    """The drafter's layer, whose operators are those of the trunk."""
+    pytest.importorskip("tensorrt_rtx")
+    s = sizes(nano)
+    model = graphs.draft_round(nano, s, TensorRtOps(), 1, 2)
+    rtx.weights_as_inputs(model)
+    ir.save(model, tmp_path / "draft.onnx")
+    spec = contract.draft_round(nano, s, 1, 2)
+    assert rtx.RtxBuilder((capability,)).compile(tmp_path / "draft.onnx", spec, rtx.graph_profiles(spec.name, s)).data
 
 
 @pytest.mark.compile

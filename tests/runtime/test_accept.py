@@ -33,17 +33,27 @@ def trees(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @given(trees())
 def test_walk_equals_reference(tree: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     parents, tokens, chosen = tree
-    got = walk(parents, tokens, chosen)
-    lazy = walk_lazily(parents, tokens, lambda rows, nodes: chosen[rows, nodes])
-    for a, b in zip(got, lazy, strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert a.dtype == b.dtype == np.int64
+    got = walk(parents.tolist(), tokens.tolist(), chosen.tolist())
     for b in range(len(parents)):
         path, emitted = reference(parents[b].tolist(), tokens[b].tolist(), chosen[b].tolist())
+        assert (got.paths[b], got.runs[b]) == (path, emitted)
         padding = [-1] * (parents.shape[1] - len(path))
         assert got.path[b].tolist() == path + padding
         assert got.emitted[b].tolist() == emitted + padding
         assert got.counts[b] == len(path)
+
+
+def test_a_choice_that_does_not_stand_ends_its_walk_without_a_token() -> None:
+    """The other walk goes on; nodes and tokens of the first are those before that choice, and the node where it was made."""
+    tree, carried, asked = [-1, 0, 1, 2], [7, 1, 2, 3], []
+
+    def choose(rows: list[int], nodes: list[int]) -> list[int | None]:
+        asked.append((rows, nodes))
+        return [None if (b, n) == (0, 1) else carried[n + 1] if n < 3 else 9 for b, n in zip(rows, nodes, strict=True)]
+
+    got = walk_lazily([tree, tree], [carried, carried], choose)
+    assert got.paths == [[0, 1], [0, 1, 2, 3]] and got.runs == [[1], [1, 2, 3, 9]]
+    assert asked == [([0, 1], [0, 0]), ([0, 1], [1, 1]), ([1], [2]), ([1], [3])]
 
 
 @pytest.mark.parametrize(
@@ -59,21 +69,19 @@ def test_walk_equals_reference(tree: tuple[np.ndarray, np.ndarray, np.ndarray]) 
     ids=["root only", "chain", "star of equals", "padded chain", "equal siblings", "padding only"],
 )
 def test_degenerate_shapes(parents: list[int], path: list[int]) -> None:
-    same = np.zeros((1, len(parents)), int)
-    got = walk(np.array([parents]), same, same)
-    assert got.path[0, : got.counts[0]].tolist() == path
+    same = [[0] * len(parents)]
+    assert walk([parents], same, same).paths == [path]
 
 
 def test_sibling_inside_the_path_is_skipped() -> None:
     """Path [0, 2, 3]: node ids, not a prefix of the node list."""
-    got = walk(np.array([[-1, 0, 0, 2]]), np.array([[9, 4, 5, 6]]), np.array([[5, 1, 6, 8]]))
-    assert got.path.tolist() == [[0, 2, 3, -1]] and got.emitted.tolist() == [[5, 6, 8, -1]]
+    got = walk([[-1, 0, 0, 2]], [[9, 4, 5, 6]], [[5, 1, 6, 8]])
+    assert (got.paths, got.runs) == ([[0, 2, 3]], [[5, 6, 8]])
 
 
 def test_eos_at_a_rejected_draft_position_is_not_emitted() -> None:
     eos = 1
-    got = walk(np.array([[-1, 0, 1]]), np.array([[9, eos, 6]]), np.array([[7, 6, 6]]))
-    assert got.emitted[0, : got.counts[0]].tolist() == [7]
+    assert walk([[-1, 0, 1]], [[9, eos, 6]], [[7, 6, 6]]).runs == [[7]]
 
 
 def test_draft_paths_are_the_ancestors_tokens() -> None:

@@ -11,12 +11,13 @@ from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.runtime.engine import Engine
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
+from trtllm_v4tree.runtime.policies.names import ADAPTIVE
 from trtllm_v4tree.runtime.request import Phase, Request
 
 from ..harness import Built
 
 SHAPES = ((1, 1), (3, 2), (4, 1), (3, 3))
-MODES = ("s1_k1_d2", "s4_k1_d5", "s3_k2_d6", "s3_k3_d8", "auto")
+MODES = ("s1_k1_d2", "s4_k1_d5", "s3_k2_d6", "s3_k3_d8", *ADAPTIVE, "auto_d4")
 
 
 @pytest.fixture

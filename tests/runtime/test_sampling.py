@@ -162,7 +162,7 @@ def test_pairs_from_a_tree_follow_the_exact_joint_distribution() -> None:
 
     seeds = np.arange(count)
     chosen = np.stack([choose(table[np.full(count, row)], seeds, p) for row, p in ((vocab, 1), (1, 2), (2, 2))], axis=1)
-    first, second = walk(parents, tokens, chosen).emitted[:, :2].T
+    first, second = walk(parents.tolist(), tokens.tolist(), chosen.tolist()).emitted[:, :2].T
     later = choose(table[first], seeds, 2)  # what the next round emits where the walk ended at the root
     second = np.where(second >= 0, second, later)
     assert (second == later).all()

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 PAGES = "Entry pages of 256 tokens; default: all sequences at full length."
 MTP = "Take the drafter's mtp.* tensors from this safetensors file."
 DRAFT = "float32 or int8: 8-bit drafter; changes what is accepted, never the text."
-SHAPES = "Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4."
+SHAPES = "Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4 (tensorrt-rtx: s4_k3,s5_k1)."
+KERNELS = "Operators of target onnxruntime: native (this package's, needs a C++ compiler at installation), onnxruntime or auto."
+CAPABILITY = "GPUs that tensorrt-rtx compiles for, of 80, 86, 89, 120, 121; default: 89,120."
 
 
 def build(
@@ -36,14 +38,17 @@ def build(
     prefill_chunk: Annotated[int, typer.Option("--prefill_chunk", help="Prompt tokens per pass.")] = 128,
     num_pages: Annotated[int | None, typer.Option("--num_pages", help=PAGES)] = None,
     draft_dtype: Annotated[str, typer.Option("--draft_dtype", help=DRAFT)] = "float32",
+    cpu_kernels: Annotated[str, typer.Option("--cpu_kernels", help=KERNELS)] = "auto",
     mtp_weights: Annotated[Path | None, typer.Option("--mtp_weights", help=MTP)] = None,
     draft_shapes: Annotated[str | None, typer.Option("--draft_shapes", help=SHAPES)] = None,
+    compute_capability: Annotated[str | None, typer.Option("--compute_capability", help=CAPABILITY)] = None,
     no_latency_table: Annotated[
         bool, typer.Option("--no_latency_table", help="Do not time the engine; speculation auto needs the table.")
     ] = False,
 ) -> None:
     """Compile a DeepSeek-V4 checkpoint into an engine directory."""
     from trtllm_v4tree.compiler.build import BuildOptions
+    from trtllm_v4tree.compiler.rtx import parse_capabilities
 
     options = BuildOptions(
         target=target,
@@ -54,7 +59,9 @@ def build(
         prefill_chunk=prefill_chunk,
         num_pages=num_pages,
         draft_dtype=draft_dtype,
+        cpu_kernels=cpu_kernels,
         draft_shapes=parse_shapes(draft_shapes),
+        compute_capabilities=None if compute_capability is None else parse_capabilities(compute_capability),
     )
     started = time.monotonic()
     manifest = compile_with_progress(checkpoint_dir, output_dir, options, mtp_weights, not no_latency_table)
@@ -89,8 +96,10 @@ def compile_with_progress(
 def report(output_dir: Path, manifest: Manifest, seconds: float) -> None:
     size = sum((output_dir / name).stat().st_size for name in manifest.files) / 1e6
     drafter = f"{len(manifest.draft_shapes)} draft shapes" if manifest.sizes.has_mtp else "no drafter in the checkpoint"
-    place = printable(str(output_dir))
-    stderr.print(f"built {place}: target {manifest.target}, {size:.1f} MB, {drafter}, {seconds:.1f} s", markup=False)
+    place, target = printable(str(output_dir)), " ".join((manifest.target, *manifest.compute_capabilities))
+    if manifest.cpu_kernels:
+        target += f" with {manifest.cpu_kernels} kernels"
+    stderr.print(f"built {place}: target {target}, {size:.1f} MB, {drafter}, {seconds:.1f} s", markup=False)
 
 
 def parse_shapes(text: str | None) -> tuple[tuple[int, int], ...] | None:

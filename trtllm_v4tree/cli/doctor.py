@@ -10,10 +10,14 @@ from importlib import metadata
 from rich.console import Console
 from rich.table import Table
 
+from trtllm_v4tree import native
+
 SUPPORT = (
     ("target onnxruntime (CPU, float32)", "supported", ""),
-    ("target tensorrt, tensorrt-rtx", "refused", "not in this version"),
+    ("target tensorrt-rtx (RTX GPUs, float32)", "build only", "plans ahead of time; no executor runs them yet"),
+    ("target tensorrt", "refused", "plugins compile, but no plan builder takes them up yet"),
     ("speculation none, auto, sN_kK_dD (chain and tree)", "supported", "text is the same as without"),
+    ("native CPU operators, weights in bfloat16 where exact", "supported", "--cpu_kernels, the text is the same"),
     ("8-bit drafter", "supported", "--draft_dtype int8, the text is the same"),
     ("8-bit target weights", "refused", "the text would depend on the tree"),
     ("Triton gRPC and HTTP, OpenAI endpoint", "supported", "v4tree serve, CPU engine"),
@@ -34,6 +38,9 @@ def doctor() -> None:
     machine = Table(title="this machine", show_header=False, title_justify="left")
     machine.add_row("python", platform.python_version())
     machine.add_row("cpu", f"{platform.machine()}, {os.cpu_count()} cores")
+    machine.add_row(
+        "native operators", native.instruction_set() or "not compiled: slower engines from ONNX Runtime's operators"
+    )
     for name in ("numpy", "onnxruntime", "onnxscript", "onnx", "tokenizers", "safetensors"):
         machine.add_row(name, _version(name))
     for name in (

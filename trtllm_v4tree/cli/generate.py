@@ -60,8 +60,8 @@ def generate(
         print_summary(request, seconds)
 
 
-def check_one_given(**given: str | None) -> None:
-    """Exactly one of the options that give the prompt."""
+def check_one_given(**given: object) -> None:
+    """Exactly one of some options."""
     if sum(value is not None for value in given.values()) != 1:
         raise RequestError(f"give exactly one of {', '.join(f'--{name}' for name in given)}.")
 

@@ -9,7 +9,9 @@ from typing import NoReturn
 import typer
 
 from trtllm_v4tree.cli.bench import bench
+from trtllm_v4tree.cli.bench_compare import bench_compare
 from trtllm_v4tree.cli.build import build
+from trtllm_v4tree.cli.compare import compare
 from trtllm_v4tree.cli.doctor import doctor
 from trtllm_v4tree.cli.generate import generate
 from trtllm_v4tree.cli.inspect import inspect
@@ -30,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
-for command in (build, bench, profile, simulate, generate, inspect, doctor, serve):
+for command in (build, bench, bench_compare, profile, simulate, compare, generate, inspect, doctor, serve):
     app.command()(command)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from trtllm_v4tree.checkpoint import Checkpoint
+from trtllm_v4tree.compiler import native_ops, rtx
+from trtllm_v4tree.compiler.native_ops import NativeOps
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
 from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
@@ -27,12 +29,14 @@ from trtllm_v4tree.engine_dir import (
 )
 from trtllm_v4tree.errors import CheckpointError, ConfigError
 from trtllm_v4tree.network import graphs
+from trtllm_v4tree.network.ops import V4TreeOps
 from trtllm_v4tree.sizes import EngineSizes
 from trtllm_v4tree.tokenizer import load_tokenizer
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 DTYPES = ("float32", "float16", "bfloat16")
 LINEAR_DTYPES = ("float32", "int8")
+CPU_KERNELS = ("auto", "native", "onnxruntime")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 MAX_DRAFT = 16
 Report = Callable[[str, float], None]
@@ -46,6 +50,11 @@ Models = dict[str, ir.Model]
 @dataclass(frozen=True)
 class BuildOptions:
     """Options of `v4tree build`; `draft_shapes` are the (steps, topk) draft rounds to compile, None for the default.
+
+    `compute_capabilities` (SM89, ...) are what tensorrt-rtx compiles for, None for its default and for any other target.
+
+    `cpu_kernels` are the operators of target onnxruntime: the native library, where it was compiled and takes the model's widths, or
+    ONNX Runtime's own; auto takes the faster that is there.
 
     `draft_dtype` int8 rounds weights and activations of the drafter's linears: it changes how much is accepted, but no text.
 
@@ -61,26 +70,55 @@ class BuildOptions:
     num_pages: int | None = None
     draft_dtype: str = "float32"
     draft_shapes: Shapes | None = None
+    compute_capabilities: tuple[str, ...] | None = None
+    cpu_kernels: str = "auto"
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise ConfigError(f"target {self.target!r} is unknown: choose one of {', '.join(TARGETS)}.")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
-        if self.target != "onnxruntime":
-            raise ConfigError(
-                f"target {self.target!r} is not available in this version: build with --target onnxruntime."
-            )
-        if self.dtype != "float32":
-            raise ConfigError(f"target onnxruntime computes in float32, not {self.dtype}: build with --dtype float32.")
         if self.draft_dtype not in LINEAR_DTYPES:
             raise ConfigError(f"draft_dtype {self.draft_dtype!r} is unknown: choose one of {', '.join(LINEAR_DTYPES)}.")
+        if self.cpu_kernels not in CPU_KERNELS:
+            raise ConfigError(f"cpu_kernels {self.cpu_kernels!r} is unknown: choose one of {', '.join(CPU_KERNELS)}.")
+        self._check_target()
         self._check_integers()
         for steps, topk in self.draft_shapes or ():
             if not (1 <= steps <= MAX_DRAFT and 1 <= topk <= MAX_DRAFT):
                 raise ConfigError(
                     f"draft shape s{steps}_k{topk} is out of range: steps and topk go from 1 to {MAX_DRAFT}."
                 )
+
+    def _check_target(self) -> None:
+        """What each target lacks."""
+        if self.target == "tensorrt":
+            raise ConfigError(
+                "target tensorrt cannot be built yet, since no plan builder takes up its plugins in this version: "
+                "build with --target tensorrt-rtx for RTX GPUs or --target onnxruntime for CPUs."
+            )
+        if self.target == "tensorrt-rtx":
+            rtx.check_options(self.capabilities, self.dtype, self.draft_dtype)
+        elif self.compute_capabilities is not None:
+            raise ConfigError(f"compute_capability is for --target tensorrt-rtx, not {self.target}: leave it out.")
+        elif self.dtype != "float32":
+            raise ConfigError(f"target onnxruntime computes in float32, not {self.dtype}: build with --dtype float32.")
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What plans are compiled for; empty for a target without plans."""
+        if self.target != "tensorrt-rtx":
+            return ()
+        return rtx.DEFAULT_CAPABILITIES if self.compute_capabilities is None else self.compute_capabilities
+
+    def chosen_kernels(self, config: ModelConfig) -> str:
+        """`native` or `onnxruntime`; none for another target. Raises ConfigError where native operators are asked for and cannot be."""
+        if self.target != "onnxruntime":
+            return ""
+        reason = native_ops.why_not(config)
+        if self.cpu_kernels == "native" and reason:
+            raise ConfigError(f"--cpu_kernels native is not possible: {reason}.")
+        return "onnxruntime" if reason or self.cpu_kernels == "onnxruntime" else "native"
 
     def _check_integers(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "max_verify_tokens", "prefill_chunk", "num_pages"):
@@ -102,7 +140,8 @@ class BuildOptions:
     def shapes(self, config: ModelConfig, has_mtp: bool) -> Shapes:
         """The draft rounds to compile, each once; none for a checkpoint without a drafter."""
         if self.draft_shapes is None:
-            return default_draft_shapes(self.max_verify_tokens) if has_mtp else ()
+            default = rtx.default_draft_shapes if self.target == "tensorrt-rtx" else default_draft_shapes
+            return default(self.max_verify_tokens) if has_mtp else ()
         if self.draft_shapes and not has_mtp:
             raise ConfigError(
                 "draft_shapes were given, but the checkpoint has no mtp tensors: leave them out or give --mtp_weights."
@@ -129,22 +168,41 @@ def build(
     report: Report = lambda line, done: None,
     measure: Measure | None = None,
 ) -> Manifest:
-    """Compiles a checkpoint, and times the engine if `measure` is given.
+    """Compiles a checkpoint, and times the engine if `measure` is given and the engine runs here.
 
     Raises InputError subclasses; leaves `output_dir` as it was if anything fails.
     """
+    if options.target == "tensorrt-rtx":
+        rtx.load_tensorrt_rtx()
     config = ModelConfig.from_pretrained(checkpoint_dir)
     source = Checkpoint.open(checkpoint_dir, config, mtp_weights)
     check_tokenizer(checkpoint_dir, config)
     sizes = options.sizes(config, source.has_mtp)
     shapes = options.shapes(config, source.has_mtp)
+    kernels = options.chosen_kernels(config)
     with replacing(output_dir) as scratch:
-        models = _trace(config, sizes, shapes, options, report)
-        _write_weights(scratch, models, source, report)
+        if options.target == "tensorrt-rtx":
+            rtx.build_plans(config, sizes, shapes, source, scratch, options.capabilities, options.dtype, report)
+            versions = {"tensorrt-rtx": rtx.load_tensorrt_rtx().__version__}
+        else:
+            models = _trace(config, sizes, shapes, lowerings(options, kernels, source), report)
+            _write_weights(scratch, models, source, report)
+            versions = {"onnxruntime": metadata.version("onnxruntime")}
+        versions["onnxscript"] = metadata.version("onnxscript")
         _copy_tokenizer(checkpoint_dir, scratch)
-        versions = {name: metadata.version(name) for name in ("onnxruntime", "onnxscript")}
-        manifest = Manifest(options.target, options.dtype, options.draft_dtype, config, sizes, shapes, {}, versions)
-        if measure is not None:
+        manifest = Manifest(
+            options.target,
+            options.dtype,
+            options.draft_dtype,
+            config,
+            sizes,
+            shapes,
+            {},
+            versions,
+            options.capabilities,
+            kernels,
+        )
+        if measure is not None and options.target == "onnxruntime":
             (scratch / LATENCY_FILE).write_text(measure(scratch, manifest), encoding="utf-8")
         manifest = dataclasses.replace(manifest, files={path.name: sha256(path) for path in sorted(scratch.iterdir())})
         (scratch / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
@@ -169,23 +227,35 @@ def check_tokenizer(checkpoint_dir: Path, config: ModelConfig) -> None:
         )
 
 
-def trace_all(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: BuildOptions) -> Iterator[ir.Model]:
-    """The graphs of an engine in the order of `graph_stems`."""
-    ops = OnnxRuntimeOps()
-    yield graphs.target_step(config, sizes, ops)
-    yield graphs.commit(config, sizes, ops)
+def lowerings(options: BuildOptions, kernels: str, source: Checkpoint) -> tuple[V4TreeOps, V4TreeOps]:
+    """Operators of the target step and of the drafter; native ones store weights in bfloat16 where that loses nothing."""
+    if kernels == "native":
+        target: V4TreeOps = NativeOps(half=source.is_bfloat16_exact)
+    else:
+        target = OnnxRuntimeOps()
+    return target, OnnxRuntimeOps(int8=True) if options.draft_dtype == "int8" else target
+
+
+def trace_all(
+    config: ModelConfig, sizes: EngineSizes, shapes: Shapes, ops: tuple[V4TreeOps, V4TreeOps]
+) -> Iterator[ir.Model]:
+    """The graphs of an engine in the order of `graph_stems`; ops of the target step and of the drafter."""
+    target, drafter = ops
+    yield graphs.target_step(config, sizes, target)
+    yield graphs.commit(config, sizes, target)
     if sizes.has_mtp:
-        ops = OnnxRuntimeOps(int8=options.draft_dtype == "int8")
-        yield graphs.draft_round(config, sizes, ops, 0, 1)
+        yield graphs.draft_round(config, sizes, drafter, 0, 1)
         for steps, topk in shapes:
-            yield graphs.draft_round(config, sizes, ops, steps, topk)
+            yield graphs.draft_round(config, sizes, drafter, steps, topk)
 
 
-def _trace(config: ModelConfig, sizes: EngineSizes, shapes: Shapes, options: BuildOptions, report: Report) -> Models:
+def _trace(
+    config: ModelConfig, sizes: EngineSizes, shapes: Shapes, ops: tuple[V4TreeOps, V4TreeOps], report: Report
+) -> Models:
     """The first half of the work."""
     models: Models = {}
     stems = graph_stems(sizes.has_mtp, shapes)
-    for stem, model in zip(stems, trace_all(config, sizes, shapes, options), strict=True):
+    for stem, model in zip(stems, trace_all(config, sizes, shapes, ops), strict=True):
         models[stem] = model
         report(f"traced {stem}: {len(model.graph)} nodes", 0.5 * len(models) / len(stems))
     return models

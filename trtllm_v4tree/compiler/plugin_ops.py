@@ -6,12 +6,14 @@ The plugins read keys and pooled rows where they lie, so they take the sources a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
+
+import onnx_ir as ir
 
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
 from trtllm_v4tree.errors import ConfigError
-from trtllm_v4tree.network.ops import DOMAIN, Op, Value, i64
+from trtllm_v4tree.network.ops import DOMAIN, AttentionDims, KeySources, NodeRows, Op, Rope, Value, i64
 
 CAPABILITIES = (80, 90, 100, 120)
 DTYPES = ("float32", "float16", "bfloat16")
@@ -26,20 +28,6 @@ NODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tree_attention_combine": (("partial", "part_max", "part_sum", "sink", "cos", "sin", "like"), ("capability",)),
 }
 """Inputs and attributes of every plugin, in order."""
-
-
-@dataclass(frozen=True)
-class KeySources:
-    """Where the keys of a layer lie: pools [R, d] with row tables [B, .], rows of this pass [B, ., d], and what nodes see."""
-
-    window: Value
-    window_rows: Value
-    nodes: Value
-    node_mask: Value
-    entries: Value
-    entry_rows: Value
-    branch: Value
-    entry_mask: Value
 
 
 def check_options(capability: int, dtype: str, max_verify_tokens: int) -> None:
@@ -70,28 +58,44 @@ class PluginOps(TensorRtOps):
         return getattr(op, name)(*values, **known, **plugin, _domain=DOMAIN, _outputs=outputs)
 
     def pool(
-        self, op: Op, state: Value, slots: Value, raw: Value, table: Value, norm: Value, cos: Value, sin: Value, eps: float
+        self, op: Op, state: Value, slots: Value, raw: Value, table: Value, norm: Value, rope: Rope, dim: int, rope_dim: int, eps: float
     ) -> Value:  # fmt: skip
-        """Entries [B, M, dim] straight from the states [slots, 3 or 1, 2 dim] and the raw rows [B, rows, 2 dim]."""
-        return self._node(op, "tree_pool", (state, slots, raw, table, norm, cos, sin), eps=eps)
+        """Entries [B, M, dim] straight from the states and the raw rows, each half of a node a row."""
+        rows = op.Reshape(raw, i64(op, 0, -1, 2 * dim))
+        return self._node(op, "tree_pool", (state, slots, rows, table, norm, rope.cos, rope.sin), eps=eps)
 
-    def index_scores(
-        self, op: Op, query: Value, weights: Value, entries: Value, rows: Value, branch: Value, mask: Value, num_heads: int
+    def index_select(
+        self, op: Op, rows: NodeRows, entries: Value, entry_rows: Value, branch: Value, mask: Value, rope: Rope, topk: int,
+        dims: AttentionDims,
     ) -> Value:  # fmt: skip
-        """Masked scores [B, N, E + M] of query [B, N, Hi * di]; the top-k over them is TensorRT's own."""
-        heads = op.Reshape(query, i64(op, 0, 0, num_heads, -1))
-        return self._node(op, "tree_index_score", (heads, weights, entries, rows, branch, mask))
+        """Scores from the plugin; the top-k over them is TensorRT's own."""
+        assert rows.index_weights is not None
+        heads = op.Reshape(self.index_query(op, rows, rope, dims), i64(op, 0, 0, dims.index_heads, -1))
+        scores = self._node(op, "tree_index_score", (heads, rows.index_weights, entries, entry_rows, branch, mask))
+        return self.keep_best(op, scores, mask, topk)
 
     def attend(
-        self, op: Op, query: Value, keys: KeySources, sink: Value, cos: Value, sin: Value, num_heads: int
+        self, op: Op, rows: NodeRows, keys: KeySources, sink: Value, rope: Rope, dims: AttentionDims
     ) -> Value:  # fmt: skip
-        """Attention output [B, N, H * d], rotated back, of query [B, N, H * d]; in `splits` parts and a combine if asked for."""
-        q = op.Reshape(query, i64(op, 0, 0, num_heads, -1))
+        """In `splits` parts and a combine if asked for."""
+        q = op.Reshape(self.attention_query(op, rows, rope, dims), i64(op, 0, 0, dims.heads, -1))
         logits = op.Reshape(sink, i64(op, -1))
-        operands = (q, *(getattr(keys, name) for name in _KEYS), logits, cos, sin)
+        sources = keys if keys.entries is not None else _without_entries(op, keys)
+        operands = (q, *(getattr(sources, name) for name in _KEYS), logits, rope.cos, rope.sin)
         if self.splits == 1:
             out = self._node(op, "tree_attention", operands)
         else:
             parts = self._node(op, "tree_attention_split", operands, outputs=3, splits=self.splits)
-            out = self._node(op, "tree_attention_combine", (*parts, logits, cos, sin, q))
-        return op.Reshape(out, i64(op, 0, 0, -1))
+            out = self._node(op, "tree_attention_combine", (*parts, logits, rope.cos, rope.sin, q))
+        flat = op.Reshape(out, i64(op, 0, 0, dims.query_width))
+        flat.type, flat.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([None, None, dims.query_width])
+        return flat
+
+
+def _without_entries(op: Op, keys: KeySources) -> KeySources:
+    """Zero entries for a window layer, since a plugin's inputs cannot be left out."""
+    starts, ends = i64(op, 0), i64(op, 0)
+    rows = op.Slice(keys.window_rows, starts, ends, i64(op, 1))
+    branch = op.Slice(keys.nodes, starts, ends, i64(op, 1))
+    mask = op.Slice(keys.node_mask, starts, ends, i64(op, 2))
+    return replace(keys, entries=keys.window, entry_rows=rows, branch=branch, entry_mask=mask)

@@ -6,6 +6,7 @@ One plan per graph holds code for every compute capability asked for. The optimi
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from trtllm_v4tree.compiler.trt_ops import TensorRtOps
 from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.contract import GraphContract
-from trtllm_v4tree.engine_dir import WEIGHTS_FILE
+from trtllm_v4tree.engine_dir import WEIGHTS_FILE, Shapes
 from trtllm_v4tree.errors import ConfigError, V4TreeError
 from trtllm_v4tree.network import graphs
 from trtllm_v4tree.network.weight import TensorSource, Weight
 from trtllm_v4tree.sizes import EngineSizes
 
-CAPABILITIES = ("SM75", "SM80", "SM86", "SM89", "SM120")
+CAPABILITIES = ("SM80", "SM86", "SM89", "SM120", "SM121")
+"""SM75 is left out: the compiler has no FP32 matrix product for it. Code for one more takes next to no time nor space."""
 DEFAULT_CAPABILITIES = ("SM89", "SM120")
 DTYPES = ("float32",)
 Report = Callable[[str, float], None]
@@ -52,24 +54,47 @@ def load_tensorrt_rtx() -> ModuleType:
     """The `tensorrt_rtx` module; ConfigError with the install line where it is missing."""
     try:
         import tensorrt_rtx
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise ConfigError(
-            "target tensorrt-rtx needs TensorRT-RTX, which is not installed here: pip install tensorrt-rtx."
+            "target tensorrt-rtx needs TensorRT-RTX, which is not installed here: pip install 'tensorrt-rtx>=1.7'."
         ) from error
     return tensorrt_rtx
 
 
-def check_options(capabilities: Sequence[str], dtype: str) -> None:
+def check_options(capabilities: Sequence[str], dtype: str, draft_dtype: str = "float32") -> None:
     """Raises ConfigError for a compute capability or dtype that this target lacks; needs no TensorRT."""
     for name in capabilities:
         if name not in CAPABILITIES:
             raise ConfigError(
-                f"compute capability {name!r} is unknown to tensorrt-rtx: choose from {', '.join(CAPABILITIES)}."
+                f"compute capability {name[:20].removeprefix('SM')!r} is none that target tensorrt-rtx compiles float32 for: "
+                f"choose from {_choice()}."
             )
     if not capabilities:
-        raise ConfigError(f"no compute capability was given: choose from {', '.join(CAPABILITIES)}.")
+        raise ConfigError(f"no compute capability was given: choose from {_choice()}.")
     if dtype not in DTYPES:
         raise ConfigError(f"target tensorrt-rtx computes in float32, not {dtype}: build with --dtype float32.")
+    if draft_dtype not in DTYPES:
+        raise ConfigError(
+            f"target tensorrt-rtx drafts in float32, not {draft_dtype}: build with --draft_dtype float32."
+        )
+
+
+def parse_capabilities(text: str) -> tuple[str, ...]:
+    """`89,120`, `8.9,12.0` or `sm_89,sm_120` -> (SM89, SM120); what does not look like one is left for `check_options`."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    found = [(part, re.fullmatch(r"(?:sm_?)?([0-9]{1,2})\.?([0-9])", part, re.IGNORECASE)) for part in parts]
+    return tuple(dict.fromkeys(f"SM{match[1]}{match[2]}" if match else part for part, match in found))
+
+
+def _choice() -> str:
+    return ", ".join(name.removeprefix("SM") for name in CAPABILITIES)
+
+
+def default_draft_shapes(max_verify_tokens: int) -> Shapes:
+    """One tree and one chain, as deep as D nodes allow: each round takes the compiler many seconds."""
+    deepest = max_verify_tokens - 1
+    wanted = ((min(4, deepest), 3), (min(5, deepest), 1))
+    return tuple(shape for shape in wanted if shape[0] > 0)
 
 
 def profiles(sizes: EngineSizes, nodes: int, batch: int) -> dict[str, Range]:
@@ -218,21 +243,34 @@ def build_plans(
     dtype: str = "float32",
     report: Report = lambda line, done: None,
 ) -> list[Plan]:
-    """Compiles every graph of an engine and writes `<stem>.plan` files to `scratch`, weights inside; leaves no other file there."""
+    """Compiles every graph of an engine and writes `<stem>.plan` files to `scratch`, weights inside; leaves no other file there.
+
+    The time goes by graph and optimisation profile; how many capabilities a plan holds code for hardly counts.
+    """
     builder = RtxBuilder(capabilities, dtype)
-    traced = [(spec, model) for spec, model in trace_all(config, sizes, shapes)]
-    plan = WeightPlan(model for _, model in traced)
-    report("writing weights", 0.0)
-    plan.write(scratch / WEIGHTS_FILE, source, lambda name, size: None)
+    report("reading weights", 0.0)
+    traced = list(trace_all(config, sizes, shapes))
+    weights = WeightPlan(model for _, model in traced)
+    weights.write(scratch / WEIGHTS_FILE, source, lambda name, size: None)
+    ranges = [graph_profiles(spec.name, sizes) for spec, _ in traced]
+    costs = [len(model.graph) * len(own) for (_, model), own in zip(traced, ranges, strict=True)]
     done: list[Plan] = []
-    for spec, model in traced:
-        report(f"compiling {spec.name} for {', '.join(capabilities)}", len(done) / len(traced))
-        plan.attach(model)
-        onnx_path = scratch / f"{spec.name}.onnx"
-        ir.save(model, onnx_path)
-        done.append(builder.compile(onnx_path, spec, graph_profiles(spec.name, sizes)))
-        (scratch / f"{spec.name}.plan").write_bytes(done[-1].data)
-        onnx_path.unlink()
+    for (spec, model), own in zip(traced, ranges, strict=True):
+        report(f"compiling {spec.name} for {', '.join(capabilities)}", sum(costs[: len(done)]) / sum(costs))
+        weights.attach(model)
+        done.append(_compiled(builder, model, spec, own, scratch))
     (scratch / WEIGHTS_FILE).unlink()
     report("compiled", 1.0)
     return done
+
+
+def _compiled(
+    builder: RtxBuilder, model: ir.Model, spec: GraphContract, ranges: Sequence[dict[str, Range]], scratch: Path
+) -> Plan:
+    """One graph, its weights in `scratch`: leaves `<stem>.plan` there."""
+    onnx_path = scratch / f"{spec.name}.onnx"
+    ir.save(model, onnx_path)
+    plan = builder.compile(onnx_path, spec, ranges)
+    (scratch / f"{spec.name}.plan").write_bytes(plan.data)
+    onnx_path.unlink()
+    return plan

@@ -8,15 +8,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from trtllm_v4tree.engine_dir import WEIGHTS_FILE
 from trtllm_v4tree.network.weight import TensorSource, Weight
 
-_CODES: dict[ir.DataType, str] = {ir.DataType.FLOAT: "F32", ir.DataType.INT64: "I64", ir.DataType.UINT8: "U8"}
+_CODES: dict[ir.DataType, str] = {
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.INT64: "I64",
+    ir.DataType.UINT8: "U8",
+}
 _DTYPES: dict[ir.DataType, np.dtype[Any]] = {
     ir.DataType.FLOAT: np.dtype("<f4"),
+    ir.DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     ir.DataType.INT64: np.dtype("<i8"),
     ir.DataType.UINT8: np.dtype("u1"),
 }
@@ -57,7 +64,7 @@ class WeightPlan:
             for name, stored in self.stored.items():
                 array = np.ascontiguousarray(stored.weight.load(source), dtype=_DTYPES[stored.dtype])
                 assert array.shape == stored.shape, f"{name}: {array.shape} != {stored.shape}"
-                out.write(array.data)
+                out.write(array.view(np.uint8).data if array.ndim else array.tobytes())
                 del array
                 progress(name, stored.size)
 

@@ -7,23 +7,11 @@ import onnx_ir as ir
 from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig
-from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, f32, i64
-from trtllm_v4tree.network.weight import TensorSource, Weight, tensor, transposed
+from trtllm_v4tree.network.ops import Experts, HyperGains, Op, V4TreeOps, Value, i64
+from trtllm_v4tree.network.weight import Loader, TensorSource, Weight, tensor, transposed
 
 
-class RmsNorm(nn.Module):
-    """RMSNorm over the last axis with a learned weight [dim]."""
-
-    def __init__(self, name: str, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = Weight([dim], tensor(name))
-        self.eps = eps
-
-    def forward(self, op: Op, x: Value) -> Value:
-        return op.RMSNormalization(x, self.weight, axis=-1, epsilon=self.eps)
-
-
-def _mix_weight(prefix: str, gains: tuple[int, ...]) -> tuple[object, object]:
+def _mix_weight(prefix: str, gains: tuple[int, ...]) -> tuple[Loader, Loader]:
     """Loaders of `fn` [m * D, sum(gains)] and `base`; the scales (one per group of outputs) are folded into `fn`."""
 
     def fn(source: TensorSource) -> np.ndarray:
@@ -32,54 +20,40 @@ def _mix_weight(prefix: str, gains: tuple[int, ...]) -> tuple[object, object]:
     return fn, tensor(f"{prefix}_base")
 
 
-class _StreamMixer(nn.Module):
-    """mix = (fn z) rsqrt(mean z^2 + eps) scale + base of the flattened streams z (spec 5.1, 5.3): [B, N, m, D] -> [B, N, gains]."""
+class _StreamSite(nn.Module):
+    """Weights of a place where the streams are reduced to one vector, with the norm that follows; scales are folded into `fn`."""
 
-    def __init__(self, config: ModelConfig, prefix: str, gains: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, ops: V4TreeOps, prefix: str, norm: str, gains: tuple[int, ...]) -> None:
         super().__init__()
+        c = self.config = config
         fn, base = _mix_weight(prefix, gains)
-        self.fn = Weight([config.hc_mult * config.hidden_size, sum(gains)], fn)  # type: ignore[arg-type]
-        self.base = Weight([sum(gains)], base)  # type: ignore[arg-type]
-        self.width, self.eps = config.hc_mult * config.hidden_size, config.rms_norm_eps
-
-    def forward(self, op: Op, streams: Value) -> Value:
-        ones = const(op, np.ones(self.width, np.float32))
-        z = op.RMSNormalization(op.Reshape(streams, i64(op, 0, 0, -1)), ones, axis=-1, epsilon=self.eps)
-        return op.Add(op.MatMul(z, self.fn), self.base)
+        self.fn = Weight([c.hc_mult * c.hidden_size, sum(gains)], fn)
+        self.base = Weight([sum(gains)], base)
+        self.norm = Weight([c.hidden_size], tensor(norm))
+        self.ops = ops
+        self.gains = HyperGains(c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
 
 
-class HyperConnection(nn.Module):
-    """One mHC site (spec 5.1): `pre_mix` reduces the streams to a sublayer's input, `post_mix` spreads its output again."""
+class HyperConnection(_StreamSite):
+    """One mHC site (spec 5.1) with the norm of its sublayer; `stream_post_mix` spreads the sublayer's output again."""
 
-    def __init__(self, config: ModelConfig, ops: V4TreeOps, prefix: str) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, ops: V4TreeOps, prefix: str, norm: str) -> None:
         m = config.hc_mult
-        self.mixer = _StreamMixer(config, prefix, (m, m, m * m))
-        self.config, self.ops = config, ops
+        super().__init__(config, ops, prefix, norm, (m, m, m * m))
 
     def forward(self, op: Op, streams: Value) -> tuple[Value, Value, Value]:
-        """streams [B, N, m, D] -> sublayer input [B, N, D], post [B, N, 1, m], comb [B, N, m, m]."""
-        c, m = self.config, self.config.hc_mult
-        rows = op.Reshape(self.mixer(op, streams), i64(op, 0, 0, 2 + m, m))
-        gates, logits = op.Split(rows, i64(op, 2, m), axis=2, _outputs=2)
-        gain, floor = (np.array(v, np.float32).reshape(2, 1) for v in ((1, 2), (c.hc_eps, 0)))
-        gates = op.Add(op.Mul(op.Sigmoid(gates), const(op, gain)), const(op, floor))
-        pre, post = op.Split(gates, num_outputs=2, axis=2, _outputs=2)
-        comb = self.ops.sinkhorn(op, logits, c.hc_sinkhorn_iters, c.hc_eps)
-        return self.ops.stream_pre_mix(op, streams, pre), post, comb
+        """streams [B, N, m, D] -> normed sublayer input [B, N, D], post [B, N, 1, m], comb [B, N, m, m]."""
+        return self.ops.hyper_mix(op, streams, self.fn, self.base, self.norm, self.gains)
 
 
-class HyperHead(nn.Module):
-    """Reduces the streams to one vector before the final norm (spec 5.3)."""
+class HyperHead(_StreamSite):
+    """Reduces the streams to the normed vector that the head reads (spec 5.3)."""
 
-    def __init__(self, config: ModelConfig, ops: V4TreeOps, prefix: str) -> None:
-        super().__init__()
-        self.mixer = _StreamMixer(config, prefix, (config.hc_mult,))
-        self.config, self.ops = config, ops
+    def __init__(self, config: ModelConfig, ops: V4TreeOps, prefix: str, norm: str) -> None:
+        super().__init__(config, ops, prefix, norm, (config.hc_mult,))
 
     def forward(self, op: Op, streams: Value) -> Value:
-        pre = op.Add(op.Sigmoid(self.mixer(op, streams)), f32(op, self.config.hc_eps))
-        return self.ops.stream_pre_mix(op, streams, op.Unsqueeze(pre, i64(op, 2)))
+        return self.ops.hyper_head(op, streams, self.fn, self.base, self.norm, self.gains)
 
 
 def _expert_in(source: TensorSource, prefix: str) -> np.ndarray:
@@ -133,7 +107,10 @@ class MixtureOfExperts(nn.Module):
         c = self.config
         e, d, i, scale = c.num_experts, c.hidden_size, c.moe_intermediate_size, np.float32(c.routed_scaling_factor)
         self.grouped = e <= self.ops.max_grouped_experts
-        if self.grouped:
+        if self.ops.fused_experts:
+            self.fc1 = Weight([e, d, 2 * i], lambda s: np.stack([_expert_in(s, f"{prefix}.{n}") for n in range(e)]))
+            self.fc2 = Weight([e, i, d], lambda s: np.stack([s.get(f"{prefix}.{n}.w2.weight").T for n in range(e)]))
+        elif self.grouped:
             self.experts = nn.ModuleList([Expert(c, f"{prefix}.{n}") for n in range(e)])
         else:
             self.fc1 = Weight([e, 2 * i, d], lambda s: _stacked_in(s, prefix, e))
@@ -144,6 +121,18 @@ class MixtureOfExperts(nn.Module):
     def forward(self, op: Op, x: Value, token_ids: Value) -> Value:
         """x [B, N, D], token_ids [B, N] -> [B, N, D]."""
         c = self.config
+        if self.ops.fused_experts:
+            route = self.tid2eid if self.hashed else self.bias
+            si = c.moe_intermediate_size * c.num_shared_experts
+            experts = Experts(
+                c.num_experts,
+                c.num_experts_per_tok,
+                c.moe_intermediate_size,
+                si,
+                c.swiglu_limit,
+                c.routed_scaling_factor,
+            )
+            return self.ops.mixture(op, x, token_ids, self.in_proj, self.shared_out, route, self.fc1, self.fc2, experts)
         if self.grouped:
             rows, tokens = op.Reshape(x, i64(op, -1, c.hidden_size)), op.Reshape(token_ids, i64(op, -1))
             ids, weights, shared = self._inputs(op, rows, tokens)

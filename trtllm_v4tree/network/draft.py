@@ -10,11 +10,11 @@ import numpy as np
 from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig, rope_inv_freq
-from trtllm_v4tree.network.attention import NodeRows, Rope, make_rope
-from trtllm_v4tree.network.blocks import HyperHead, RmsNorm
-from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, i64
-from trtllm_v4tree.network.target import Block, Embedding, LmHead
-from trtllm_v4tree.network.weight import TensorSource, Weight, transposed
+from trtllm_v4tree.network.attention import make_rope
+from trtllm_v4tree.network.blocks import HyperHead
+from trtllm_v4tree.network.ops import KeySources, NodeRows, Op, Rope, V4TreeOps, Value, const, i64
+from trtllm_v4tree.network.target import Block, Embedding, TopTokens
+from trtllm_v4tree.network.weight import TensorSource, Weight, tensor, transposed
 
 FOLD_LIMIT = 1 << 24
 """Up to so many elements [V, D] the token half of the drafter's input is a table, since it depends on the token alone."""
@@ -26,13 +26,13 @@ class MtpInput(nn.Module):
     def __init__(self, config: ModelConfig, ops: V4TreeOps) -> None:
         super().__init__("mtp")
         c, d, self.eps, self.ops = config, config.hidden_size, config.rms_norm_eps, ops
-        self.hnorm = RmsNorm("mtp.0.hnorm.weight", d, self.eps)
+        self.hnorm = Weight([d], tensor("mtp.0.hnorm.weight"))
         self.h_proj = Weight([d, d], transposed("mtp.0.h_proj.weight"))
         self.folded = c.vocab_size * d <= FOLD_LIMIT
         if self.folded:
             self.table = Weight([c.vocab_size, d], self._load_table)
         else:
-            self.embed, self.enorm = Embedding(c), RmsNorm("mtp.0.enorm.weight", d, self.eps)
+            self.enorm = Weight([d], tensor("mtp.0.enorm.weight"))
             self.e_proj = Weight([d, d], transposed("mtp.0.e_proj.weight"))
 
     def _load_table(self, source: TensorSource) -> np.ndarray:
@@ -45,15 +45,15 @@ class MtpInput(nn.Module):
             table[start : start + 1024] = (x * norm) @ e_proj
         return table
 
-    def forward(self, op: Op, streams: Value, token_ids: Value) -> Value:
-        """Rows (H_i, t_{i+1}): streams [B, S, m, D], tokens [B, S] -> [B, S, m, D]."""
-        h = self.ops.linear(op, self.hnorm(op, streams), self.h_proj)
-        return op.Add(h, op.Unsqueeze(self._token(op, token_ids), i64(op, 2)))
+    def forward(self, op: Op, streams: Value, token: Value) -> Value:
+        """Rows (H_i, t_{i+1}): streams [B, S, m, D], tokens [B, S], or where not `folded` their embeddings, -> [B, S, m, D]."""
+        h = self.ops.norm_linear(op, streams, self.hnorm, self.eps, self.h_proj)
+        return op.Add(h, op.Unsqueeze(self._token(op, token), i64(op, 2)))
 
-    def _token(self, op: Op, token_ids: Value) -> Value:
+    def _token(self, op: Op, token: Value) -> Value:
         if self.folded:
-            return op.Gather(self.table, token_ids, axis=0)
-        return self.ops.linear(op, self.enorm(op, self.embed(op, token_ids)), self.e_proj)
+            return op.Gather(self.table, token, axis=0)
+        return self.ops.norm_linear(op, token, self.enorm, self.eps, self.e_proj)
 
 
 class MtpHead(nn.Module):
@@ -61,11 +61,10 @@ class MtpHead(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: V4TreeOps) -> None:
         super().__init__("mtp")
-        self.hc_head = HyperHead(config, ops, "mtp.0.hc_head")
-        self.norm = RmsNorm("mtp.0.norm.weight", config.hidden_size, config.rms_norm_eps)
+        self.hc_head = HyperHead(config, ops, "mtp.0.hc_head", "mtp.0.norm.weight")
 
     def forward(self, op: Op, streams: Value) -> Value:
-        return self.norm(op, self.hc_head(op, streams))
+        return self.hc_head(op, streams)
 
 
 class DraftRound(nn.Module):
@@ -77,34 +76,39 @@ class DraftRound(nn.Module):
     def __init__(self, config: ModelConfig, ops: V4TreeOps, steps: int, topk: int) -> None:
         super().__init__("")
         self.config, self.ops, self.steps, self.topk = config, ops, steps, topk
-        self.mtp_in = MtpInput(config, ops)
+        self.embed, self.mtp_in = Embedding(config), MtpInput(config, ops)
         self.block = Block(config, ops, "mtp.0", "swa", hashed=False, sparse=False)
         self.head_in = MtpHead(config, ops)
-        self.head = LmHead(config, ops)
+        self.head = TopTokens(config, ops, topk)
+
+    def rows_of(self, op: Op, streams: Value, token_ids: Value) -> Value:
+        """Input of the block; the embedding is the trunk's, and keeps its name so that an engine stores it once."""
+        return self.mtp_in(op, streams, token_ids if self.mtp_in.folded else self.embed(op, token_ids))
 
     def forward(self, op: Op, feeds: dict[str, Value]) -> dict[str, Value]:
         """feeds: the inputs of the contract `draft_round`; returns its outputs by name."""
         streams = op.Gather(feeds["streams"], feeds["stream_rows"], axis=0)
         streams = op.Reshape(streams, i64(op, 0, 0, self.config.hc_mult, -1))
-        window = op.Gather(feeds["mtp_window_kv"], feeds["mtp_window_rows"], axis=0)
 
-        def visible(op: Op, rows: NodeRows) -> tuple[Value, Value]:
-            return op.Concat(window, rows.kv, axis=1), feeds["catchup_mask"]
+        def visible(op: Op, rows: NodeRows) -> KeySources:
+            return KeySources(feeds["mtp_window_kv"], feeds["mtp_window_rows"], rows.kv, feeds["catchup_mask"])
 
-        x = self.mtp_in(op, streams, feeds["next_tokens"])
-        rope = make_rope(op, feeds["positions"], rope_inv_freq(self.config, compressed=False))
+        x = self.rows_of(op, streams, feeds["next_tokens"])
+        rope = make_rope(op, self.ops, feeds["positions"], rope_inv_freq(self.config, compressed=False))
         _, rows = self.block(op, x, feeds["next_tokens"], rope, None, visible)
         outputs = {"mtp_scratch": rows.kv}
         if self.steps:
-            outputs.update(_Expansion(op, self, feeds, op.Concat(window, rows.kv, axis=1)).run(x))
+            outputs.update(_Expansion(op, self, feeds, rows.kv).run(x))
         return outputs
 
 
 class _Expansion:
     """Levels of a traced draft round. All candidates of all levels are outputs; the host picks the D - 1 best."""
 
-    def __init__(self, op: Op, model: DraftRound, feeds: dict[str, Value], keys: Value) -> None:
-        self.op, self.model, self.feeds, self.keys = op, model, feeds, keys
+    def __init__(self, op: Op, model: DraftRound, feeds: dict[str, Value], accepted: Value) -> None:
+        self.op, self.model, self.feeds = op, model, feeds
+        self.rows = accepted
+        """Window rows [B, S + .., d] of the accepted rows, then of the levels so far."""
         self.tokens: list[Value] = []
         self.parents: list[Value] = []
         self.scores: list[Value] = []
@@ -118,7 +122,7 @@ class _Expansion:
         op, k, steps = self.op, self.model.topk, self.model.steps
         offsets = np.repeat(np.arange(-1, steps - 1), [1] + [k] * (steps - 1)).reshape(1, -1)
         positions = op.Add(self.feeds["root_position"], const(op, offsets.astype(np.int64)))
-        rope = make_rope(op, positions, rope_inv_freq(self.model.config, compressed=False))
+        rope = make_rope(op, self.model.ops, positions, rope_inv_freq(self.model.config, compressed=False))
         parts = [self._split(table, [1] + [k] * (steps - 1)) for table in (rope.cos, rope.sin, rope.neg_sin)]
         return [Rope(*level) for level in zip(*parts, strict=True)]
 
@@ -179,17 +183,18 @@ class _Expansion:
     def _propose(self, streams: Value) -> tuple[Value, Value]:
         """Top-k log-probabilities and tokens of every row: streams [B, F, m, D] -> [B, F, K] each."""
         op, model = self.op, self.model
-        logits = model.head(op, model.head_in(op, streams))
-        log_probs, tokens = op.TopK(op.LogSoftmax(logits, axis=-1), i64(op, model.topk), axis=-1, _outputs=2)
-        return log_probs, tokens
+        return model.head(op, model.head_in(op, streams))
 
     def _first(self, x: Value) -> Value:
         """Y [B, 1, m, D] of the newest accepted row; it sees the window and the accepted rows."""
         op, last = self.op, self.feeds["last_row"]
         mask = self._take(self.feeds["catchup_mask"], last)
         token = op.GatherElements(self.feeds["next_tokens"], last, axis=1)
-        y, _ = self.model.block(op, self._take(x, last), token, self.ropes[0], None, lambda op, rows: (self.keys, mask))
+        y, _ = self.model.block(op, self._take(x, last), token, self.ropes[0], None, lambda op, rows: self._keys(mask))
         return y
+
+    def _keys(self, mask: Value) -> KeySources:
+        return KeySources(self.feeds["mtp_window_kv"], self.feeds["mtp_window_rows"], self.rows, mask)
 
     def _expand(self, level: int, streams: Value, tokens: Value, ancestors: Value | None) -> Value:
         """One MTP row per frontier node; it sees the window, the accepted rows, and the rows of its own ancestors and itself."""
@@ -197,11 +202,11 @@ class _Expansion:
         base = self.base_masks[level - 2]
         mask = op.Concat(op.Concat(*([base] * k), axis=1) if k > 1 else base, ancestors, axis=2)
 
-        def visible(op: Op, rows: NodeRows) -> tuple[Value, Value]:
-            self.keys = op.Concat(self.keys, rows.kv, axis=1)
-            return self.keys, mask
+        def visible(op: Op, rows: NodeRows) -> KeySources:
+            self.rows = op.Concat(self.rows, rows.kv, axis=1)
+            return self._keys(mask)
 
-        x = model.mtp_in(op, streams, tokens)
+        x = model.rows_of(op, streams, tokens)
         y, _ = model.block(op, x, tokens, self.ropes[level - 1], None, visible)
         return y
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript._internal import builder as _builder
+
+from trtllm_v4tree.contract import NULL_SCORE
 
 DOMAIN = "v4tree"
 OPSET = 23
@@ -38,11 +41,105 @@ def f32(op: Op, value: float) -> Value:
     return const(op, np.array(value, np.float32))
 
 
+@dataclass(frozen=True)
+class Rope:
+    """Rotation tables of a set of positions: cos, sin and -sin, each [B, S, rope_dim / 2] (fp32)."""
+
+    cos: Value
+    sin: Value
+    neg_sin: Value
+
+
+@dataclass(frozen=True)
+class KeySources:
+    """Where the keys of a layer lie: pools [R, d] with row tables [B, .], rows of this pass [B, ., d], and what nodes see (additive)."""
+
+    window: Value
+    window_rows: Value
+    nodes: Value
+    node_mask: Value
+    entries: Value | None = None
+    entry_rows: Value | None = None
+    branch: Value | None = None
+    entry_mask: Value | None = None
+
+
+@dataclass(frozen=True)
+class NodeRows:
+    """What every node of a pass contributes (scratch): window row and raw compressor rows; and what the indexer asks with.
+
+    kv [B, N, d]; raw [B, N, halves * 2 * d] and index_raw [B, N, halves * 2 * di], laid out (score | kv) per half with `ape` added;
+    queries [B, N, H * d + Hi * di], not yet normed or rotated; index_weights [B, N, Hi].
+    """
+
+    kv: Value
+    raw: Value | None
+    index_raw: Value | None
+    queries: Value
+    index_weights: Value | None
+
+
+@dataclass(frozen=True)
+class HyperGains:
+    """Constants of a hyper-connection site (spec 5.1)."""
+
+    streams: int
+    iterations: int
+    hc_eps: float
+    norm_eps: float
+
+
+@dataclass(frozen=True)
+class AttentionDims:
+    """Widths of the fused input projection (q | kv | raw | index raw | index weights; 0 where absent) and constants of a layer."""
+
+    q_width: int
+    head_dim: int
+    raw_width: int
+    index_width: int
+    index_heads: int
+    index_dim: int
+    rope_dim: int
+    heads: int
+    eps: float
+
+    @property
+    def in_widths(self) -> list[int]:
+        widths = [self.q_width, self.head_dim, self.raw_width, self.index_width, self.index_heads]
+        return [w for w in widths if w]
+
+    @property
+    def query_width(self) -> int:
+        """Columns of the attention's queries; the indexer's come behind them."""
+        return self.heads * self.head_dim
+
+    @property
+    def index_scale(self) -> float:
+        """Factor of the indexer's head weights (spec 3)."""
+        return float((self.index_dim * self.index_heads) ** -0.5) if self.index_heads else 0.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Constants of a mixture of experts (spec 5.2); `width` and `shared` are inner sizes."""
+
+    count: int
+    topk: int
+    width: int
+    shared: int
+    limit: float
+    scale: float
+
+
 class V4TreeOps:
     """Reference bodies in standard ONNX operators (opset 23)."""
 
     max_grouped_experts = 0
     """Up to so many experts `grouped_moe` takes the place of `moe`."""
+    fused_experts = False
+    """Whether `mixture` takes the whole block: router, shared expert and routed experts."""
+    factored_output = False
+    """Whether the output projection stays in its two low-rank factors whatever their size."""
 
     def linear(self, op: Op, x: Value, weight: Value) -> Value:
         """x [..., I] times weight [I, O]."""
@@ -51,6 +148,55 @@ class V4TreeOps:
     def rope(self, op: Op, x: Value, cos: Value, sin: Value, num_heads: int, rope_dim: int) -> Value:
         """Interleaved RoPE on the leading `rope_dim` of every head: x [B, S, heads * d], cos and sin [B, S, rope_dim / 2]."""
         return op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=num_heads, rotary_embedding_dim=rope_dim)
+
+    def norm_linear(self, op: Op, x: Value, norm: Value, eps: float, weight: Value) -> Value:
+        """RMSNorm over the last axis, then `linear`."""
+        return self.linear(op, op.RMSNormalization(x, norm, axis=-1, epsilon=eps), weight)
+
+    def rope_tables(self, op: Op, positions: Value, inv_freq: Value) -> Rope:
+        """Tables for integer positions [B, S] (spec 4: angles are position * inv_freq, in fp32)."""
+        angle = op.Mul(op.Unsqueeze(op.Cast(positions, to=1), i64(op, -1)), inv_freq)
+        sin = op.Sin(angle)
+        return Rope(op.Cos(angle), sin, op.Neg(sin))
+
+    def grouped_linear(self, op: Op, x: Value, weight: Value) -> Value:
+        """Group g of the columns of x [B, N, G * I] times weight[g], weight [G, I, R] -> [B, N, G * R]."""
+        assert weight.shape is not None
+        groups = op.Transpose(op.Reshape(x, i64(op, 0, 0, int(str(weight.shape[0])), -1)), perm=[0, 2, 1, 3])
+        return op.Reshape(op.Transpose(op.MatMul(groups, weight), perm=[0, 2, 1, 3]), i64(op, 0, 0, -1))
+
+    def top_log_probs(self, op: Op, x: Value, head: Value, topk: int) -> tuple[Value, Value]:
+        """The largest log-probabilities, descending, and their tokens: x [B, F, D], head [D, V] -> [B, F, K] each."""
+        log_probs = op.LogSoftmax(self.linear(op, x, head), axis=-1)
+        values, tokens = op.TopK(log_probs, i64(op, topk), axis=-1, _outputs=2)
+        return values, tokens
+
+    def stream_mixer(self, op: Op, streams: Value, fn: Value, base: Value, eps: float) -> Value:
+        """(fn z) rsqrt(mean z^2 + eps) + base of the flattened streams z (spec 5.1, 5.3): [B, N, m, D], [m D, gains] -> [B, N, gains]."""
+        assert fn.shape is not None
+        ones = const(op, np.ones(int(str(fn.shape[0])), np.float32))
+        z = op.RMSNormalization(op.Reshape(streams, i64(op, 0, 0, -1)), ones, axis=-1, epsilon=eps)
+        return op.Add(op.MatMul(z, fn), base)
+
+    def hyper_mix(
+        self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains
+    ) -> tuple[Value, Value, Value]:
+        """streams [B, N, m, D] -> normed input of the sublayer [B, N, D], post [B, N, 1, m], comb [B, N, m, m] (spec 5.1)."""
+        m = gains.streams
+        rows = op.Reshape(self.stream_mixer(op, streams, fn, base, gains.norm_eps), i64(op, 0, 0, 2 + m, m))
+        gates, logits = op.Split(rows, i64(op, 2, m), axis=2, _outputs=2)
+        gain, floor = (np.array(v, np.float32).reshape(2, 1) for v in ((1, 2), (gains.hc_eps, 0)))
+        gates = op.Add(op.Mul(op.Sigmoid(gates), const(op, gain)), const(op, floor))
+        pre, post = op.Split(gates, num_outputs=2, axis=2, _outputs=2)
+        comb = self.sinkhorn(op, logits, gains.iterations, gains.hc_eps)
+        x = self.stream_pre_mix(op, streams, pre)
+        return op.RMSNormalization(x, norm, axis=-1, epsilon=gains.norm_eps), post, comb
+
+    def hyper_head(self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains) -> Value:
+        """streams [B, N, m, D] -> the normed vector that the head reads [B, N, D] (spec 5.3)."""
+        pre = op.Add(op.Sigmoid(self.stream_mixer(op, streams, fn, base, gains.norm_eps)), f32(op, gains.hc_eps))
+        x = self.stream_pre_mix(op, streams, op.Unsqueeze(pre, i64(op, 2)))
+        return op.RMSNormalization(x, norm, axis=-1, epsilon=gains.norm_eps)
 
     def sinkhorn(self, op: Op, logits: Value, iterations: int, eps: float) -> Value:
         """Doubly stochastic matrix of logits [B, N, m, m] (spec 5.1): row softmax, then alternating column and row sums."""
@@ -127,6 +273,17 @@ class V4TreeOps:
         out = op.Mul(out, op.Gather(share, order, axis=0))
         return op.ScatterND(base, op.Unsqueeze(token, i64(op, -1)), out, reduction="add")
 
+    def mixture(
+        self, op: Op, x: Value, token_ids: Value, in_proj: Value, shared_out: Value, route: Value, fc1: Value, fc2: Value,
+        experts: Experts,
+    ) -> Value:  # fmt: skip
+        """The whole block in one operator, for a lowering with `fused_experts`: x [B, N, D], token_ids [B, N] -> [B, N, D].
+
+        in_proj [D, E + 2 S] (router | shared gate | shared up), shared_out [S, D], route: bias [E] or expert ids by token [V, k],
+        fc1 [E, D, 2I] (gate | up), fc2 [E, I, D] without the routed scaling factor.
+        """
+        raise NotImplementedError
+
     def shares(self, op: Op, weights: Value) -> Value:
         """Positive weights [.., k] over their sum."""
         return op.Div(weights, op.ReduceSum(weights, i64(op, -1), keepdims=1))
@@ -141,6 +298,118 @@ class V4TreeOps:
         if math.isfinite(limit):
             gate, up = op.Min(gate, f32(op, limit)), op.Clip(up, f32(op, -limit), f32(op, limit))
         return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
+
+    def attention_inputs(
+        self, op: Op, projected: Value, norms: tuple[Value, Value], rope: Rope, phase: Value | None,
+        biases: tuple[Value | None, Value | None], dims: AttentionDims,
+    ) -> tuple[Value, Value, Value | None, Value | None, Value | None]:  # fmt: skip
+        """Splits the fused input projection: normed query input, window row (normed, rotated), raw rows, index raw rows, index weights.
+
+        projected [B, N, sum(in_widths)], norms of q and kv, phase = position % ratio [B, N], biases `ape` [ratio, width] of the raw rows.
+        """
+        parts = list(self.split(op, projected, dims.in_widths))
+        q = op.RMSNormalization(parts[0], norms[0], axis=-1, epsilon=dims.eps)
+        kv = op.RMSNormalization(parts[1], norms[1], axis=-1, epsilon=dims.eps)
+        kv = self.rope(op, kv, rope.cos, rope.sin, 1, dims.rope_dim)
+        raw = index_raw = index_weights = None
+        if biases[0] is not None:
+            raw = op.Add(parts[2], op.Gather(biases[0], phase, axis=0))
+        if biases[1] is not None:
+            index_raw = op.Add(parts[3], op.Gather(biases[1], phase, axis=0))
+            index_weights = op.Mul(parts[4], f32(op, dims.index_scale))
+        return q, kv, raw, index_raw, index_weights
+
+    def split(self, op: Op, x: Value, widths: Sequence[int]) -> tuple[Value, ...]:
+        """Pieces along the last axis."""
+        if len(widths) == 1:
+            return (x,)
+        return tuple(op.Split(x, i64(op, *widths), axis=-1, _outputs=len(widths)))
+
+    def null_row(self, op: Op, batch_like: Value, dim: int) -> Value:
+        """A pseudo-row of weight zero per sequence: [B, 1, 2 dim] = (score -1e30 | kv 0)."""
+        row = np.concatenate([np.full(dim, NULL_SCORE), np.zeros(dim)]).reshape(1, 1, -1).astype(np.float32)
+        shape = op.Concat(op.Shape(batch_like, start=0, end=1), i64(op, 1, 2 * dim), axis=0)
+        return op.Expand(const(op, row), shape)
+
+    def pool(
+        self, op: Op, state: Value, slots: Value, raw: Value, table: Value, norm: Value, rope: Rope, dim: int, rope_dim: int, eps: float
+    ) -> Value:  # fmt: skip
+        """Entries [B, M, dim] of boundary nodes from states [S, 3 or 1, 2 dim] at slots [B], raw rows [B, N, halves * 2 dim] and the
+        table [B, M, T] over (states, a null row, raw rows)."""
+        rows = op.Concat(
+            op.Gather(state, slots, axis=0),
+            self.null_row(op, slots, dim),
+            op.Reshape(raw, i64(op, 0, -1, 2 * dim)),
+            axis=1,
+        )
+        return self.tree_pool(op, rows, table, norm, rope.cos, rope.sin, dim, rope_dim, eps)
+
+    def index_select(
+        self, op: Op, rows: NodeRows, entries: Value, entry_rows: Value, branch: Value, mask: Value, rope: Rope, topk: int,
+        dims: AttentionDims,
+    ) -> Value:  # fmt: skip
+        """The mask [B, N, E + M] with only the top-k visible entries of every node left, by the indexer's scores."""
+        assert rows.index_weights is not None
+        query = self.index_query(op, rows, rope, dims)
+        keys = op.Concat(op.Gather(entries, entry_rows, axis=0), branch, axis=1)
+        return self.tree_index_select(op, query, rows.index_weights, keys, mask, dims.index_heads, topk)
+
+    def index_query(self, op: Op, rows: NodeRows, rope: Rope, dims: AttentionDims) -> Value:
+        """The indexer's queries, rotated: [B, N, Hi * di]."""
+        _, query = self.split(op, rows.queries, [dims.query_width, dims.index_heads * dims.index_dim])
+        return self.rope(op, query, rope.cos, rope.sin, dims.index_heads, dims.rope_dim)
+
+    def attention_query(self, op: Op, rows: NodeRows, rope: Rope, dims: AttentionDims) -> Value:
+        """The attention's queries, normed per head and rotated: [B, N, H * d]."""
+        query = rows.queries
+        if dims.index_heads:
+            query, _ = self.split(op, query, [dims.query_width, dims.index_heads * dims.index_dim])
+        heads = op.Reshape(query, i64(op, 0, 0, dims.heads, dims.head_dim))
+        ones = const(op, np.ones(dims.head_dim, np.float32))
+        normed = op.RMSNormalization(heads, ones, axis=-1, epsilon=dims.eps)
+        flat = op.Reshape(normed, i64(op, 0, 0, dims.query_width))
+        return self.rope(op, flat, rope.cos, rope.sin, dims.heads, dims.rope_dim)
+
+    def attend(
+        self, op: Op, rows: NodeRows, keys: KeySources, sink: Value, rope: Rope, dims: AttentionDims
+    ) -> Value:  # fmt: skip
+        """Attention output [B, N, H * d], rotated back, of queries normed and rotated here; sink [1, 1, H, 1]."""
+        query = self.attention_query(op, rows, rope, dims)
+        parts, masks = [op.Gather(keys.window, keys.window_rows, axis=0), keys.nodes], [keys.node_mask]
+        if keys.entries is not None:
+            assert keys.branch is not None and keys.entry_mask is not None
+            parts += [op.Gather(keys.entries, keys.entry_rows, axis=0), keys.branch]
+            masks.append(keys.entry_mask)
+        mask = op.Concat(*masks, axis=2) if len(masks) > 1 else masks[0]
+        scale = float(dims.head_dim**-0.5)
+        o = self.tree_attention(op, query, op.Concat(*parts, axis=1), mask, sink, dims.heads, dims.head_dim, scale)
+        return self.rope(op, o, rope.cos, rope.neg_sin, dims.heads, dims.rope_dim)
+
+    def put_rows(self, op: Op, state: Value, scratch: Value, source: Value, target: Value, layers: int) -> Value:
+        """Rows of every layer into its part of a stacked pool: state [layers * R, w], scratch [(layers,) B, N, w], source and target [A]:
+        state[layer, target] = scratch[layer, source]."""
+        assert state.shape is not None
+        rows, width = (int(str(dim)) for dim in state.shape)
+        picked = op.Gather(op.Reshape(scratch, i64(op, layers, -1, width)), source, axis=1)
+        first = np.arange(layers, dtype=np.int64).reshape(-1, 1, 1) * (rows // layers)
+        return op.ScatterND(state, op.Add(const(op, first), op.Unsqueeze(target, i64(op, -1))), picked)
+
+    def fold_rows(self, op: Op, state: Value, raw: Value, slots: Value, table: Value, layers: int) -> Value:
+        """New pseudo-rows of the open windows at slots [B]: per channel (logsumexp of scores | softmax-weighted kv) of the rows that table
+        [B, S, P] names among (S states, a null row, raw rows). state [layers * slots, S, 2 dim], raw [layers, B, N, halves * 2 dim].
+
+        A fold of one row copies it bit for bit, since exp(0) = 1 and the null rows weigh exactly 0.
+        """
+        assert state.shape is not None
+        rows, width = int(str(state.shape[0])), int(str(state.shape[2]))
+        first = np.arange(layers, dtype=np.int64).reshape(-1, 1) * (rows // layers)
+        flat = op.Reshape(op.Add(const(op, first), slots), i64(op, -1))
+        nodes = op.Reshape(raw, op.Concat(op.Shape(flat), i64(op, -1, width), axis=0))
+        pool = op.Concat(op.Gather(state, flat, axis=0), self.null_row(op, flat, width // 2), nodes, axis=1)
+        score, kv = self.pool_rows(op, pool, op.Concat(*([table] * layers), axis=0))
+        new_score = op.ReduceLogSumExp(score, i64(op, 2), keepdims=0)
+        new_kv = op.ReduceSum(op.Mul(op.Softmax(score, axis=2), kv), i64(op, 2), keepdims=0)
+        return op.ScatterND(state, op.Unsqueeze(flat, i64(op, -1)), op.Concat(new_score, new_kv, axis=-1))
 
     def pool_rows(self, op: Op, rows: Value, table: Value) -> tuple[Value, Value]:
         """Gathers pseudo-rows: rows [B, R, 2 dim] (score | kv), table [B, M, S] -> score and kv, each [B, M, S, dim]."""
@@ -180,7 +449,10 @@ class V4TreeOps:
         shape = op.Concat(op.Shape(weights), op.Shape(keys, start=1, end=2), axis=0)
         score = op.Reshape(score, shape, allowzero=1)
         total = op.ReduceSum(op.Mul(score, op.Unsqueeze(weights, i64(op, -1))), i64(op, 2), keepdims=0)
-        visible = op.Add(total, mask)
+        return self.keep_best(op, op.Add(total, mask), mask, topk)
+
+    def keep_best(self, op: Op, visible: Value, mask: Value, topk: int) -> Value:
+        """The additive mask [B, N, K] with only the top-k of the masked scores left."""
         k = op.Min(i64(op, topk), op.Shape(visible, start=2))
         _, picked = op.TopK(visible, k, axis=-1, sorted=0, _outputs=2)
         nothing = op.Expand(const(op, np.array(-np.inf, np.float32)), op.Shape(visible))

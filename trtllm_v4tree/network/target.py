@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig, rope_inv_freq
-from trtllm_v4tree.contract import NULL_SCORE
-from trtllm_v4tree.network.attention import Attention, NodeRows, Rope, Visible, make_rope
-from trtllm_v4tree.network.blocks import HyperConnection, HyperHead, MixtureOfExperts, RmsNorm
-from trtllm_v4tree.network.ops import Op, V4TreeOps, Value, const, i64
+from trtllm_v4tree.network.attention import Attention, Visible, make_rope
+from trtllm_v4tree.network.blocks import HyperConnection, HyperHead, MixtureOfExperts
+from trtllm_v4tree.network.ops import KeySources, NodeRows, Op, Rope, V4TreeOps, Value, i64
 from trtllm_v4tree.network.weight import Weight, tensor, transposed
 from trtllm_v4tree.sizes import EngineSizes
 
@@ -20,23 +20,20 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, ops: V4TreeOps, prefix: str, kind: str, hashed: bool, sparse: bool) -> None:
         super().__init__()
         c, self.ops = config, ops
-        self.hc_attn = HyperConnection(c, ops, f"{prefix}.hc_attn")
-        self.attn_norm = RmsNorm(f"{prefix}.attn_norm.weight", c.hidden_size, c.rms_norm_eps)
+        self.hc_attn = HyperConnection(c, ops, f"{prefix}.hc_attn", f"{prefix}.attn_norm.weight")
         self.attn = Attention(c, ops, f"{prefix}.attn", kind, sparse)
-        self.hc_ffn = HyperConnection(c, ops, f"{prefix}.hc_ffn")
-        self.ffn_norm = RmsNorm(f"{prefix}.ffn_norm.weight", c.hidden_size, c.rms_norm_eps)
+        self.hc_ffn = HyperConnection(c, ops, f"{prefix}.hc_ffn", f"{prefix}.ffn_norm.weight")
         self.ffn = MixtureOfExperts(c, ops, f"{prefix}.ffn", hashed)
 
     def forward(
         self, op: Op, streams: Value, token_ids: Value, rope: Rope, phase: Value | None, visible: Visible
     ) -> tuple[Value, NodeRows]:
         """streams [B, N, m, D] -> streams and the rows of the nodes."""
-        u, post, comb = self.hc_attn(op, streams)
-        out, rows = self.attn(op, self.attn_norm(op, u), rope, phase, visible)
+        x, post, comb = self.hc_attn(op, streams)
+        out, rows = self.attn(op, x, rope, phase, visible)
         streams = self.ops.stream_post_mix(op, streams, out, post, comb)
-        u, post, comb = self.hc_ffn(op, streams)
-        out = self.ffn(op, self.ffn_norm(op, u), token_ids)
-        return self.ops.stream_post_mix(op, streams, out, post, comb), rows
+        x, post, comb = self.hc_ffn(op, streams)
+        return self.ops.stream_post_mix(op, streams, self.ffn(op, x, token_ids), post, comb), rows
 
 
 class Embedding(nn.Module):
@@ -62,6 +59,17 @@ class LmHead(nn.Module):
         return self.ops.linear(op, x, self.weight)
 
 
+class TopTokens(LmHead):
+    """The k largest log-probabilities of the head and their tokens, [B, F, k] each."""
+
+    def __init__(self, config: ModelConfig, ops: V4TreeOps, topk: int) -> None:
+        super().__init__(config, ops)
+        self.topk = topk
+
+    def forward(self, op: Op, x: Value) -> tuple[Value, Value]:  # type: ignore[override]
+        return self.ops.top_log_probs(op, x, self.weight, self.topk)
+
+
 def layer_tables(op: Op, rows: Value, stride: int, count: int) -> list[Value]:
     """Row indices of every layer of a stacked pool: rows [..] -> `count` tensors [..], layer l shifted by l * stride."""
     if count == 0:
@@ -70,13 +78,6 @@ def layer_tables(op: Op, rows: Value, stride: int, count: int) -> list[Value]:
     for layer in range(count):
         tables.append(op.Add(rows, i64(op, layer * stride)) if layer else rows)
     return tables
-
-
-def null_row(op: Op, batch_like: Value, dim: int) -> Value:
-    """A pseudo-row of weight zero per sequence: [B, 1, 2 dim] = (score -1e30 | kv 0)."""
-    row = np.concatenate([np.full(dim, NULL_SCORE), np.zeros(dim, np.float32)]).reshape(1, 1, -1).astype(np.float32)
-    shape = op.Concat(op.Shape(batch_like, start=0, end=1), i64(op, 1, 2 * dim), axis=0)
-    return op.Expand(const(op, row), shape)
 
 
 class TargetStep(nn.Module):
@@ -93,8 +94,7 @@ class TargetStep(nn.Module):
                 for i in range(c.num_layers)
             ]
         )
-        self.norm = RmsNorm("norm.weight", c.hidden_size, c.rms_norm_eps)
-        self.hc_head = HyperHead(c, ops, "hc_head")
+        self.hc_head = HyperHead(c, ops, "hc_head", "norm.weight")
         self.head = LmHead(c, ops)
 
     def forward(self, op: Op, feeds: dict[str, Value]) -> dict[str, Value]:
@@ -106,9 +106,8 @@ class TargetStep(nn.Module):
         for i in range(self.config.num_layers):
             streams = run.layer(i, streams)
         picked = op.GatherND(streams, op.Unsqueeze(feeds["logit_nodes"], i64(op, -1)), batch_dims=1)
-        hidden = self.norm(op, self.hc_head(op, picked))
         flat = op.Reshape(streams, i64(op, 0, 0, -1))
-        return {"logits": self.head(op, hidden), "streams_scratch": flat, **run.scratch()}
+        return {"logits": self.head(op, self.hc_head(op, picked)), "streams_scratch": flat, **run.scratch()}
 
 
 class _TargetPass:
@@ -118,10 +117,12 @@ class _TargetPass:
         self.op, self.model, self.feeds = op, model, feeds
         c, s = model.config, model.sizes
         self.ropes = {
-            "swa": make_rope(op, feeds["positions"], rope_inv_freq(c, compressed=False)),
+            "swa": make_rope(op, model.ops, feeds["positions"], rope_inv_freq(c, compressed=False)),
         }
         if s.num_csa or s.num_hca:
-            self.ropes["csa"] = self.ropes["hca"] = make_rope(op, feeds["positions"], rope_inv_freq(c, compressed=True))
+            self.ropes["csa"] = self.ropes["hca"] = make_rope(
+                op, model.ops, feeds["positions"], rope_inv_freq(c, compressed=True)
+            )
         self.window_tables = layer_tables(op, feeds["window_rows"], s.window_rows, s.num_layers)
         self.window_nodes: list[Value] = []
         self.kinds: dict[str, _KindPass] = {}
@@ -145,13 +146,13 @@ class _TargetPass:
         attention = block.attn
         window = self.window_tables[index]
 
-        def visible(op: Op, rows: NodeRows) -> tuple[Value, Value]:
-            parts = [op.Gather(self.feeds["window_kv"], window, axis=0), rows.kv]
+        def visible(op: Op, rows: NodeRows) -> KeySources:
+            keys = KeySources(self.feeds["window_kv"], window, rows.kv, self.feeds["node_mask"])
             if kind == "swa":
-                return op.Concat(*parts, axis=1), self.feeds["node_mask"]
-            keys, mask = self.kinds[kind].entries(attention, rows, self.seen[kind])
+                return keys
+            entries = self.kinds[kind].entries(attention, rows, self.seen[kind])
             self.seen[kind] += 1
-            return op.Concat(*parts, keys, axis=1), mask
+            return replace(keys, **entries)
 
         return visible
 
@@ -163,8 +164,9 @@ class _TargetPass:
 
     def _stack(self, values: list[Value]) -> Value:
         """[B, N, w] per layer -> [L, B, N, w]."""
-        axis = i64(self.op, 0)
-        return self.op.Concat(*[self.op.Unsqueeze(v, axis) for v in values], axis=0)
+        op = self.op
+        shape = op.Concat(i64(op, len(values)), op.Shape(values[0]), axis=0)
+        return op.Reshape(op.Concat(*values, axis=0) if len(values) > 1 else values[0], shape, allowzero=1)
 
 
 class _KindPass:
@@ -175,49 +177,41 @@ class _KindPass:
         c, s = model.config, model.sizes
         ratio, stride = (s.csa_ratio, s.csa_rows) if kind == "csa" else (s.hca_ratio, s.hca_rows)
         self.phase = op.Mod(feeds["positions"], i64(op, ratio))
-        self.rope = make_rope(op, feeds[f"{kind}_entry_positions"], rope_inv_freq(c, compressed=True))
+        self.rope = make_rope(op, model.ops, feeds[f"{kind}_entry_positions"], rope_inv_freq(c, compressed=True))
         self.entry_rows = layer_tables(op, feeds[f"{kind}_rows"], stride, count)
         self.slots = layer_tables(op, feeds["slots"], s.num_slots, count)
-        self.null = null_row(op, feeds["slots"], c.head_dim)
-        self.mask = op.Concat(feeds["node_mask"], feeds[f"{kind}_mask"], axis=2)
+        self.node_rope = make_rope(op, model.ops, feeds["positions"], rope_inv_freq(c, compressed=True))
         self.index = s.sparse and kind == "csa"
-        self.index_null = null_row(op, feeds["slots"], c.index_head_dim) if self.index else None
         names = [f"{kind}_raw", f"{kind}_branch"] + (["idx_raw", "idx_branch"] if self.index else [])
         self.scratch: dict[str, list[Value]] = {name: [] for name in names}
 
-    def entries(self, attention: Attention, rows: NodeRows, layer: int) -> tuple[Value, Value]:
-        """Keys [B, E + M, d] and the full mask of layer number `layer` of this kind."""
-        c = self.model.config
+    def entries(self, attention: Attention, rows: NodeRows, layer: int) -> dict[str, Value]:
+        """The entry fields of `KeySources` for layer number `layer` of this kind."""
+        c, op = self.model.config, self.op
         assert attention.compressor is not None and rows.raw is not None
-        keys = self._keys(self.kind, rows.raw, attention.compressor.norm, c.head_dim, self.null, layer)
-        if not self.index:
-            return keys, self.mask
-        assert attention.index_compressor is not None and self.index_null is not None
-        assert rows.index_raw is not None and rows.index_query is not None and rows.index_weights is not None
-        index_keys = self._keys(
-            "idx", rows.index_raw, attention.index_compressor.norm, c.index_head_dim, self.index_null, layer
-        )
-        mask = self.model.ops.tree_index_select(
-            self.op,
-            rows.index_query,
-            rows.index_weights,
-            index_keys,
-            self.feeds["csa_mask"],
-            c.index_n_heads,
-            c.index_topk,
-        )
-        return keys, self.op.Concat(self.feeds["node_mask"], mask, axis=2)
+        branch = self._branch(self.kind, rows.raw, attention.compressor.norm, c.head_dim, layer)
+        mask = self.feeds[f"{self.kind}_mask"]
+        if self.index:
+            assert attention.index_compressor is not None and rows.index_raw is not None
+            keys = self._branch("idx", rows.index_raw, attention.index_compressor.norm, c.index_head_dim, layer)
+            pool, table = self.feeds["idx_entries"], self.entry_rows[layer]
+            mask = self.model.ops.index_select(
+                op, rows, pool, table, keys, mask, self.node_rope, c.index_topk, attention.dims
+            )
+        return {
+            "entries": self.feeds[f"{self.kind}_entries"],
+            "entry_rows": self.entry_rows[layer],
+            "branch": branch,
+            "entry_mask": mask,
+        }
 
-    def _keys(self, prefix: str, raw: Value, norm: Value, dim: int, null: Value, layer: int) -> Value:
-        """[committed entries | entries of boundary nodes]: [B, E + M, dim] of the compressor `prefix` (csa, hca or idx)."""
-        op, c = self.op, self.model.config
-        state = op.Gather(self.feeds[f"{prefix}_state"], self.slots[layer], axis=0)
-        rows = op.Concat(state, null, op.Reshape(raw, i64(op, 0, -1, 2 * dim)), axis=1)
-        table = self.feeds[f"{self.kind}_pool_table"]
-        branch = self.model.ops.tree_pool(
-            op, rows, table, norm, self.rope.cos, self.rope.sin, dim, c.rope_head_dim, c.rms_norm_eps
-        )
+    def _branch(self, prefix: str, raw: Value, norm: Value, dim: int, layer: int) -> Value:
+        """Entries of boundary nodes [B, M, dim] of the compressor `prefix` (csa, hca or idx); keeps what a commit needs."""
+        c, feeds = self.model.config, self.feeds
+        branch = self.model.ops.pool(
+            self.op, feeds[f"{prefix}_state"], self.slots[layer], raw, feeds[f"{self.kind}_pool_table"], norm, self.rope,
+            dim, c.rope_head_dim, c.rms_norm_eps,
+        )  # fmt: skip
         self.scratch[f"{prefix}_raw"].append(raw)
         self.scratch[f"{prefix}_branch"].append(branch)
-        committed = op.Gather(self.feeds[f"{prefix}_entries"], self.entry_rows[layer], axis=0)
-        return op.Concat(committed, branch, axis=1)
+        return branch

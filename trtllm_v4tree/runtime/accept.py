@@ -11,55 +11,75 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Lists = Sequence[Sequence[int]]
 
 ROOT = -1
-PADDING = -2
 
 
 class Walk(NamedTuple):
-    path: Ints  # [B, N] visited node ids from the root on, then -1
-    counts: Ints  # [B] visited nodes = emitted tokens, bonus included; 0 for a row without a root
-    emitted: Ints  # [B, N] the token chosen at each visited node, then -1
+    """What a walk through B trees of N nodes visited and emitted, as lists; as padded arrays for whoever counts."""
+
+    paths: list[list[int]]
+    """Visited node ids of each tree from the root on; none for a tree without a root."""
+    runs: list[list[int]]
+    """The token chosen at each visited node, bonus included; one less than nodes where a choice did not stand."""
+    nodes: int
+
+    @property
+    def path(self) -> Ints:
+        """[B, N] visited node ids, then -1."""
+        return _padded(self.paths, self.nodes)
+
+    @property
+    def emitted(self) -> Ints:
+        """[B, N] the token chosen at each visited node, then -1."""
+        return _padded(self.runs, self.nodes)
+
+    @property
+    def counts(self) -> Ints:
+        """[B] emitted tokens."""
+        return np.array([len(run) for run in self.runs], np.int64)
 
 
-def walk(parents: Ints, tokens: Ints, chosen: Ints) -> Walk:
-    """Follow each row's tree; all arguments are integers [B, N].
+def walk(parents: Lists, tokens: Lists, chosen: Lists) -> Walk:
+    """Follow each row's tree; all arguments are integers [B][N].
 
-    parents: index of the parent node, `ROOT` for the root, `PADDING` for a node that is not there; a parent's index is
-    lower than its children's. tokens: what each node carries. chosen: the target's token after each node.
+    parents: index of the parent node, -1 for the root, -2 for a node that is not there; a parent's index is lower than
+    its children's. tokens: what each node carries. chosen: the target's token after each node.
     Of siblings that carry the same token the lowest index is taken.
     """
-    rows = np.arange(parents.shape[0])[:, None]
-    followed = (parents >= 0) & (tokens == chosen[rows, np.maximum(parents, 0)])
-    path, counts = _start(parents)
-    last = path[:, 0].tolist()
-    depth = counts.tolist()
-    for b, i in np.argwhere(followed).tolist():  # rising node index within a row, so parents come first
-        if parents[b, i] == last[b]:
-            path[b, depth[b]] = last[b] = i
-            depth[b] += 1
-    return Walk(path, np.array(depth, np.int64), np.where(path >= 0, chosen[rows, path], -1).astype(np.int64))
+    return walk_lazily(parents, tokens, lambda rows, nodes: [chosen[b][n] for b, n in zip(rows, nodes, strict=True)])
 
 
-def walk_lazily(parents: Ints, tokens: Ints, choose: Callable[[Ints, Ints], Ints]) -> Walk:
-    """The same as `walk`, with tokens chosen only where the walk comes by.
+def walk_lazily(parents: Lists, tokens: Lists, choose: Callable[[list[int], list[int]], Sequence[int | None]]) -> Walk:
+    """The same, with tokens chosen only where the walk comes by.
 
-    choose(rows, nodes) returns the token of each (row, node) pair of two integer arrays [M]; called once per depth.
-    Worth it where choosing is dear (sampling, logit edits): most nodes of a tree are not visited.
+    choose(rows, nodes) returns the token of each (row, node) pair of two lists, None where a choice does not stand: the
+    walk ends there without a token. It is called once per depth. Worth it where choosing is dear (sampling, logit edits):
+    most nodes of a tree are not visited.
     """
-    path, counts = _start(parents)
-    emitted = np.full(parents.shape, -1, np.int64)
-    rows = np.flatnonzero(counts)
-    while rows.size:
-        depth = int(counts[rows[0]]) - 1
-        nodes = path[rows, depth]
-        emitted[rows, depth] = token = choose(rows, nodes)
-        fits = (parents[rows] == nodes[:, None]) & (tokens[rows] == token[:, None])
-        goes_on = fits.any(axis=1)
-        rows = rows[goes_on]
-        path[rows, counts[rows]] = fits[goes_on].argmax(axis=1)
-        counts[rows] += 1
-    return Walk(path, counts, emitted)
+    paths = [[up.index(ROOT)] if ROOT in up else [] for up in parents]
+    runs: list[list[int]] = [[] for _ in parents]
+    rows = [b for b, path in enumerate(paths) if path]
+    while rows:
+        further = []
+        for b, token in zip(rows, choose(rows, [paths[b][-1] for b in rows]), strict=True):
+            if token is None:
+                continue
+            runs[b].append(token)
+            child = _child(parents[b], tokens[b], paths[b][-1], token)
+            if child is not None:
+                paths[b].append(child)
+                further.append(b)
+        rows = further
+    return Walk(paths, runs, len(parents[0]))
+
+
+def _child(parents: Sequence[int], tokens: Sequence[int], node: int, token: int) -> int | None:
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node and tokens[child] == token:
+            return child
+    return None
 
 
 def draft_paths(parents: Sequence[int], tokens: Sequence[int]) -> list[list[int]]:
@@ -73,9 +93,5 @@ def draft_paths(parents: Sequence[int], tokens: Sequence[int]) -> list[list[int]
     return paths
 
 
-def _start(parents: Ints) -> tuple[Ints, Ints]:
-    is_root = parents == ROOT
-    path = np.full(parents.shape, -1, np.int64)
-    counts = is_root.any(axis=1).astype(np.int64)
-    path[:, 0] = np.where(counts > 0, is_root.argmax(axis=1), -1)
-    return path, counts
+def _padded(lines: list[list[int]], width: int) -> Ints:
+    return np.array([[*line, *[-1] * (width - len(line))] for line in lines], np.int64).reshape(len(lines), width)

@@ -1,13 +1,18 @@
-"""How often drafted tokens are accepted, by depth and child rank, learnt online; what a shape is worth under these rates.
+"""What a draft probability is worth: the chance that the target agrees, learnt from what was accepted.
 
-Draft probabilities are less sharp than the agreement they predict, and by how much depends on depth and rank. For every (depth,
-rank) two running sums are kept over nodes whose parent was accepted: hits (the target chose this child) and the probability mass that
-the drafter had claimed. hits / mass calibrates scores; hits / tries predicts shapes that were not tried.
+Drafters are less sharp than the agreement they predict, by how much depends on depth, child rank and text. A logistic regression maps
+the drafter's probability of a child (given its parent) to its chance of being accepted (given that its parent was):
+
+    logit P = first child: a + b x;   later child of rank r: c + d x + e x_first + f log(1 + r);   both: + g log(depth)
+
+with x the logit of the drafter's probability and x_first that of the first sibling. It is fitted by Newton's method to the newest
+observations under a Gaussian prior, so it starts sensible, needs few rounds, and what was chosen for verifying does not bias it.
 """
 
 from __future__ import annotations
 
-import heapq
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,72 +21,120 @@ from numpy.typing import NDArray
 from trtllm_v4tree.runtime.tree import Ints
 
 Floats = NDArray[np.float64]
-MAX_DEPTH, MAX_RANK = 16, 16
-_PRIOR_TRIES = 8.0
-_CEILING = 0.98
+PRIOR = np.array([1.0, 0.8, 0.4, 1.0, -0.5, -0.5, -0.1])
+PRECISION = 4.0
+CEILING = np.log(0.98)
+_FLOOR = np.log(1e-9)
+_NEWEST = 4096
+_FIRST_FIT, _FIT_EVERY = 32, 512
+_NEWTON_STEPS, _SMALLEST_STEP = 4, 1e-6
 
 
 class CandidateShape(NamedTuple):
-    """Depth and child rank (from 0) of every candidate of a draft round sN_kK, [C] each."""
+    """A draft round sN_kK; depth (from 1) and child rank (from 0) of every candidate, and its first sibling: [C] each."""
 
+    steps: int
+    topk: int
     depth: Ints
     rank: Ints
+    first: Ints
 
     @classmethod
+    @functools.lru_cache(maxsize=256)
     def of(cls, steps: int, topk: int) -> CandidateShape:
         widths = [topk] + [topk * topk] * (steps - 1)
         depth = np.repeat(np.arange(1, steps + 1), widths)
-        return cls(depth, np.concatenate([np.arange(w) % topk for w in widths]))
+        rank = np.concatenate([np.arange(w) % topk for w in widths])
+        return cls(steps, topk, depth, rank, np.arange(len(rank)) - rank)
 
 
 class Calibration:
-    """Running acceptance statistics with exponential forgetting: [depth, rank], depth from 0 for level 1."""
+    """Fitted weights and the newest observations."""
 
-    def __init__(self, half_life: float = 4000.0) -> None:
-        self.keep = 0.5 ** (1.0 / half_life)
-        shape = (MAX_DEPTH, MAX_RANK)
-        self.hits, self.tries, self.mass = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-
-    def update(self, depth: Ints, rank: Ints, claimed: Floats, hit: NDArray[np.bool_]) -> None:
-        """One round's nodes whose parent was accepted: [X] each; `claimed` is the drafter's probability of the child."""
-        decay = self.keep ** max(1, len(depth))
-        for sums, amount in ((self.hits, hit), (self.tries, np.ones(len(depth))), (self.mass, claimed)):
-            sums *= decay
-            np.add.at(sums, (depth - 1, rank), amount)
-
-    def rates(self) -> Floats:
-        """Acceptance probability of a child given its accepted parent, [depth, rank]; what was never tried follows what was.
-
-        Prior: rank r at depth 1 starts at 0.6 / 4^r, and every deeper level at 0.95 of the level above.
-        """
-        rates = np.empty_like(self.hits)
-        prior = 0.6 / 4.0 ** np.arange(MAX_RANK)
-        for depth in range(MAX_DEPTH):
-            rates[depth] = (self.hits[depth] + _PRIOR_TRIES * prior) / (self.tries[depth] + _PRIOR_TRIES)
-            prior = 0.95 * rates[depth]
-        return np.minimum(rates, _CEILING)
+    def __init__(self) -> None:
+        self.weights = PRIOR.copy()
+        self._features = np.zeros((0, len(PRIOR)))
+        self._hits = np.zeros(0)
+        self._new: list[tuple[Floats, Floats, Ints, Ints, Sequence[bool]]] = []
+        self._unfitted, self._enough = 0, _FIRST_FIT
+        self._terms: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
 
     def scores(self, local: Floats, shape: CandidateShape) -> Floats:
         """Calibrated log-probability of each candidate given its parent: local [B, C] (log) -> [B, C], at most log 0.98."""
-        prior = _PRIOR_TRIES * 0.5
-        ratio = (self.hits + prior) / (self.mass + prior)
-        factor = np.log(ratio[shape.depth - 1, shape.rank])
-        return np.minimum(local + factor, np.log(_CEILING))
+        x = logit(local)
+        base, own, sibling = self._of_shape(shape)
+        z = x * own
+        z += base
+        if shape.topk > 1:
+            z += sibling * x[:, shape.first]
+        return np.minimum(-np.logaddexp(0.0, -z), CEILING)
+
+    def _of_shape(self, shape: CandidateShape) -> tuple[Floats, Floats, Floats]:
+        """Constant, weight of x and weight of x_first for each candidate of a shape: [C] each."""
+        key = (shape.steps, shape.topk)
+        if key not in self._terms:
+            a, b, c, d, e, f, g = self.weights
+            later = shape.rank > 0
+            base = np.where(later, c + f * np.log1p(shape.rank), a) + g * np.log(shape.depth)
+            self._terms[key] = (base, np.where(later, d, b), np.where(later, e, 0.0))
+        return self._terms[key]
+
+    def update(
+        self, local: Floats, shape: CandidateShape, row: list[int], candidate: list[int], hit: Sequence[bool]
+    ) -> None:
+        """One round's verified candidates whose parent was accepted: sequence, candidate and whether it was accepted, [X] each."""
+        first = shape.first[candidate]
+        self._new.append((local[row, candidate], local[row, first], shape.rank[candidate], shape.depth[candidate], hit))
+        self._unfitted += len(row)
+        if self._unfitted >= self._enough:
+            self._fit()
+
+    def _fit(self) -> None:
+        local, first, rank, depth, hits = (np.concatenate(part) for part in zip(*self._new, strict=True))
+        self._features = np.concatenate([self._features, features(local, first, rank, depth)])[-_NEWEST:]
+        self._hits = np.concatenate([self._hits, hits])[-_NEWEST:]
+        self._enough = min(2 * self._enough, _FIT_EVERY)
+        self._unfitted = 0
+        self._new.clear()
+        self._terms.clear()
+        self.weights = fit(self._features, self._hits, self.weights)
 
 
-def expected_lengths(rates: Floats, steps: int, topk: int, max_budget: int) -> list[float]:
-    """Tokens a pass emits with the best static tree of 1, 2, .. nodes of shape sN_kK: 1 + sum of path probabilities.
+def features(local: Floats, first: Floats, rank: Ints, depth: Ints) -> Floats:
+    """Inputs of the regression: log-probability of a child and of its first sibling, child rank, depth, [X] each -> [X, 7]."""
+    x, later = logit(local), (rank > 0).astype(np.float64)
+    return np.stack(
+        [1 - later, (1 - later) * x, later, later * x, later * logit(first), later * np.log1p(rank), np.log(depth)],
+        axis=1,
+    )
 
-    The best trees are nested and found greedily, since a node's probability never exceeds its parent's. Entry i is for i + 1 nodes.
+
+def fit(inputs: Floats, hits: Floats, start: Floats) -> Floats:
+    """Most probable weights under the prior: inputs [X, F], hits [X] in {0, 1}, start [F].
+
+    A few steps of Newton's method, each halved until it does not make things worse.
     """
-    table = rates[:steps, :topk].tolist()
-    totals = [1.0]
-    heap = [(-p, 1) for p in table[0]]
-    heapq.heapify(heap)
-    while heap and len(totals) < max_budget:
-        negative, depth = heapq.heappop(heap)
-        totals.append(totals[-1] - negative)
-        if depth < steps:
-            for p in table[depth]:
-                heapq.heappush(heap, (negative * p, depth + 1))
-    return totals
+    weights, worst = start, _loss(inputs, hits, start)
+    for _ in range(_NEWTON_STEPS):
+        p = 1.0 / (1.0 + np.exp(-np.clip(inputs @ weights, -30, 30)))
+        slope = inputs.T @ (p - hits) + PRECISION * (weights - PRIOR)
+        curvature = (inputs * (p * (1 - p))[:, None]).T @ inputs + PRECISION * np.eye(len(weights))
+        step = np.linalg.solve(curvature, slope)
+        while (loss := _loss(inputs, hits, weights - step)) > worst and np.abs(step).max() > _SMALLEST_STEP:
+            step = step / 2
+        if loss > worst:
+            break
+        weights, worst = weights - step, loss
+    return weights
+
+
+def _loss(inputs: Floats, hits: Floats, weights: Floats) -> float:
+    """Negative log-probability of weights, up to a constant."""
+    z = inputs @ weights
+    return float(np.logaddexp(0.0, z).sum() - hits @ z + PRECISION / 2 * np.square(weights - PRIOR).sum())
+
+
+def logit(log_probs: Floats) -> Floats:
+    """log p -> log p / (1 - p), kept finite."""
+    clipped = np.clip(log_probs, _FLOOR, -1e-4)
+    return clipped - np.log(-np.expm1(clipped))

@@ -23,13 +23,6 @@ class _Window(NamedTuple):
     shown: int  # characters of the window's text that have been handed out
 
 
-class Piece(NamedTuple):
-    """What one token adds to the text, and the state after it."""
-
-    text: str
-    window: _Window
-
-
 class Detokenizer:
     """Incremental decoding of one request's output, special tokens skipped."""
 
@@ -37,19 +30,13 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = _Window((), 0, 0)
 
-    def pieces(self, tokens: Sequence[int]) -> list[Piece]:
-        """The text that each of `tokens` would add; changes nothing. `commit` those that are kept."""
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """The text that each of `tokens` would add; changes nothing."""
         window, found = self._window, []
         for token in tokens:
             text, window = self._step(window, (token,))
-            found.append(Piece(text, window))
+            found.append(text)
         return found
-
-    def commit(self, pieces: Sequence[Piece]) -> str:
-        """Take over the first of the pieces returned by the last call of `pieces`; returns their text."""
-        if pieces:
-            self._window = pieces[-1].window
-        return "".join(piece.text for piece in pieces)
 
     def append(self, tokens: Sequence[int]) -> str:
         """Add a run at once, at the price of one token; returns the text it adds."""

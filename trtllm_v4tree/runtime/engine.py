@@ -22,7 +22,8 @@ from trtllm_v4tree.runtime.executor import DraftResult, Executor, StepResult
 from trtllm_v4tree.runtime.finish import FinishRules
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
-from trtllm_v4tree.runtime.policy import AutoPolicy, Candidates, FixedPolicy, Policy
+from trtllm_v4tree.runtime.policies.base import Candidates, Policy
+from trtllm_v4tree.runtime.policies.names import make_policy
 from trtllm_v4tree.runtime.pools import Pools
 from trtllm_v4tree.runtime.request import Delta, Phase, Request
 from trtllm_v4tree.runtime.sampling import (
@@ -40,50 +41,53 @@ from trtllm_v4tree.runtime.tables import (
     Tree,
     commit_tables,
     draft_tables,
-    drafter_commit_tables,
+    every_node,
     step_tables,
 )
-from trtllm_v4tree.runtime.tree import Ints, Speculation, chain, parse_speculation, select_nodes
+from trtllm_v4tree.runtime.tree import PAD, ROOT, Ints, select_nodes
 from trtllm_v4tree.sizes import EngineSizes
-
-UNDECIDED = -2
-"""Stands for a token whose choice must be made again."""
 
 
 class _Slots:
-    """Per-slot arrays of the host: committed length, newest token (the next root), pages, and what the drafter has not read."""
+    """What the host knows of each slot: committed length, newest token (the next root), pages, and the tokens that follow the
+    accepted rows which the drafter has not read."""
 
     def __init__(self, sizes: EngineSizes) -> None:
         n = sizes.num_slots
-        self.length = np.zeros(n, np.int64)
-        self.root = np.zeros(n, np.int64)
+        self.length, self.root = [0] * n, [0] * n
         self.pages = np.zeros((n, sizes.pages_per_seq), np.int64)
-        self.pending = np.zeros(n, np.int64)
-        self.next_tokens = np.zeros((n, sizes.max_commit), np.int64)
+        self.unread: list[list[int]] = [[] for _ in range(n)]
 
     def admit(self, slot: int, pages: Sequence[int]) -> None:
-        self.length[slot] = self.root[slot] = self.pending[slot] = 0
+        self.length[slot] = self.root[slot] = 0
+        self.unread[slot] = []
         self.pages[slot] = 0
         self.pages[slot, : len(pages)] = pages
 
-    def sequences(self, slots: Ints) -> Sequences:
-        return Sequences(slots, self.length[slots], self.pages[slots])
+    def sequences(self, slots: list[int]) -> Sequences:
+        return Sequences(slots, [self.length[s] for s in slots], self.pages.take(slots, axis=0))
+
+    def commit(self, slot: int, following: list[int]) -> None:
+        """Takes down that rows were committed, each by the token that follows it."""
+        self.length[slot] += len(following)
+        self.unread[slot] += following
+        self.root[slot] = following[-1] if following else self.root[slot]
 
 
-class _Drafted:
-    """A draft round's result with what its commit needs."""
+class _Drafted(NamedTuple):
+    """A draft round's result and what it adds to the tables of the next commit."""
 
-    def __init__(self, result: DraftResult, tables: Feeds) -> None:
-        self.result, self.tables = result, tables
+    result: DraftResult
+    tables: Feeds
 
 
 class _Proposal(NamedTuple):
-    """The tree of a round; candidates and kept [B, N] (candidate of each node) where a draft round chose it."""
+    """The tree of a round; candidates and kept [B][N] (candidate of each node) where a draft round chose it."""
 
     tree: Tree
     drafted: _Drafted | None
-    candidates: Candidates | None
-    kept: Ints | None
+    candidates: Candidates | None = None
+    kept: list[list[int]] | None = None
 
 
 class Engine:
@@ -107,18 +111,22 @@ class Engine:
         self.latency = latency
         self._queue: deque[Request] = deque()
         self._active: list[Request] = []
+        self.clock = PhaseClock()
+        self._policies: dict[str, Policy | None] = {}
         self.set_speculation(speculation)
         self.pools = Pools(self.sizes)
-        self.clock = PhaseClock()
         self.observer: Callable[[Tree, Walk], None] | None = None
         self._slots = _Slots(self.sizes)
         self._in_pass: list[Request] = []
         self._ids = itertools.count()
 
     def set_speculation(self, name: str) -> None:
-        """Chooses how to draft (`none`, `sN_kK_dD`, `auto`) and loads the graphs; only while idle."""
+        """Chooses how to draft (a name of `make_policy`) and loads the graphs; only while idle. A policy keeps what it has learnt."""
         assert self.idle, "speculation changes only between generations"
-        policy = make_policy(name, self.sizes, self.executor.draft_shapes, self.latency)
+        if name not in self._policies:
+            made = make_policy(name, self.sizes, self.executor.draft_shapes, self.latency, self.clock.seconds)
+            self._policies[name] = made
+        policy = self._policies[name]
         if policy is not None:
             for steps, topk in ((0, 1), *policy.shapes):
                 self.executor.prepare_draft(steps, topk)
@@ -193,7 +201,7 @@ class Engine:
         if dropped:
             self._queue = deque(r for r in self._queue if not r.cancelled)
             self._release_finished()
-        return [Delta(r, [], "", r.finish_reason) for r in dropped]
+        return [Delta(r, [], r.finish_reason) for r in dropped]
 
     def _admit(self) -> None:
         """First come, first served: a request that does not fit now holds back those behind it."""
@@ -230,26 +238,24 @@ class Engine:
         """One chunk of each prompt: a chain that is accepted whole."""
         chunk = self.sizes.prefill_chunk
         parts = [r.prefill_ids[r.prefilled : r.prefilled + chunk] for r in batch]
-        counts = np.array([len(p) for p in parts], np.int64)
-        slots = np.array([r.slot for r in batch], np.int64)
+        slots = [r.slot for r in batch]
         drafted = self._catch_up(slots)
-        width = int(counts.max())
-        index = np.arange(width)
-        tokens = np.zeros((len(batch), width), np.int64)
-        for row, part in enumerate(parts):
-            tokens[row, : len(part)] = part
-        parents = np.where(index < counts[:, None], chain(len(batch), width), -2)
-        tree = Tree.make(parents, tokens)
-        step = step_tables(self.sizes, self._slots.sequences(slots), tree, (counts - 1)[:, None])
+        width = max(map(len, parts))
+        tree = Tree.make(
+            [[*range(-1, len(part) - 1), *[PAD] * (width - len(part))] for part in parts],
+            [[*part, *[0] * (width - len(part))] for part in parts],
+        )
+        last = np.array([[len(part) - 1] for part in parts], np.int64)
+        step = step_tables(self.sizes, self._slots.sequences(slots), tree, last)
         self.clock.mark("host")
         result = self.executor.target(step.feeds)
         self.clock.mark("prefill")
-        path = np.where(index < counts[:, None], index, -1)
         deltas, following = self._first_tokens(batch, parts, result)
-        self._commit(step, result, path, counts, drafted)
-        for row, request in enumerate(batch):
-            request.prefilled += len(parts[row])
-            self._slots.next_tokens[request.slot, : counts[row]] = [*parts[row][1:], following[row]]
+        paths = [list(range(len(part))) for part in parts]
+        runs = [[*part[1:], token] for part, token in zip(parts, following, strict=True)]
+        self._commit(step, result, paths, runs, drafted)
+        for request, part in zip(batch, parts, strict=True):
+            request.prefilled += len(part)
         return deltas
 
     def _first_tokens(
@@ -267,98 +273,84 @@ class Engine:
             following.append(token)
             request.phase = Phase.DECODE
             deltas.append(request.accept([token], self._logprobs(request, logits, [token])))
-            self._slots.root[request.slot] = token
         return deltas, following
 
-    def _catch_up(self, slots: Ints) -> _Drafted | None:
+    def _catch_up(self, slots: list[int]) -> _Drafted | None:
         """Lets the drafter read rows committed earlier, before a pass that overwrites them or has no room for more."""
-        if self.policy is None or not self._slots.pending[slots].any():
+        if self.policy is None or not any(self._slots.unread[s] for s in slots):
             return None
         return self._draft(slots, 0, 1)
 
     # ---------------------------------------------------------------- decode
 
     def _decode(self, batch: list[Request]) -> list[Delta]:
-        slots = np.array([r.slot for r in batch], np.int64)
-        self.clock.mark("host")
+        slots = [r.slot for r in batch]
         proposal = self._propose(batch, slots)
         tree = proposal.tree
-        nodes = tree.parents.shape[1]
-        logit_nodes = np.broadcast_to(np.arange(nodes), tree.parents.shape)
-        step = step_tables(self.sizes, self._slots.sequences(slots), tree, logit_nodes)
+        step = step_tables(self.sizes, self._slots.sequences(slots), tree, every_node(len(batch), tree.nodes))
         self.clock.mark("host")
         result = self.executor.target(step.feeds)
         self.clock.mark("verify")
         visited = self._accept(batch, step, result)
         if self.observer is not None:
-            self.observer(step.tree, visited)
+            self.observer(tree, visited)
         if self.policy is not None and proposal.candidates is not None and proposal.kept is not None:
             self.policy.observe(proposal.candidates, proposal.kept, visited)
-        deltas, counts = self._finish(batch, visited, result)
+        deltas = self._finish(batch, visited, result)
         self.clock.mark("accept")
-        self._commit(step, result, visited.path, counts, proposal.drafted)
-        self._note_next_tokens(slots, visited.emitted, counts)
-        self._slots.root[slots] = np.take_along_axis(visited.emitted, (counts - 1)[:, None], axis=1)[:, 0]
+        self._commit(step, result, visited.paths, [d.token_ids for d in deltas], proposal.drafted)
         if self.deterministic:
             self._restart_undecided(batch, visited)
         return deltas
 
-    def _note_next_tokens(self, slots: Ints, emitted: Ints, counts: Ints) -> None:
-        """The token after each committed row, for the drafter: emitted [B, T], behind what it has not read."""
-        b, t = np.nonzero(np.arange(emitted.shape[1]) < counts[:, None])
-        behind = (self._slots.pending[slots] - counts)[b] + t
-        self._slots.next_tokens[slots[b], behind] = emitted[b, t]
-
     def _restart_undecided(self, batch: list[Request], visited: Walk) -> None:
-        for row, request in enumerate(batch):
-            if request.phase is Phase.DECODE and UNDECIDED in visited.emitted[row]:
+        for request, path, run in zip(batch, visited.paths, visited.runs, strict=True):
+            if request.phase is Phase.DECODE and len(run) < len(path):
                 self._slots.admit(request.slot, request.pages)
                 self.executor.reset(request.slot)
                 request.restart()
 
-    def _propose(self, batch: list[Request], slots: Ints) -> _Proposal:
+    def _propose(self, batch: list[Request], slots: list[int]) -> _Proposal:
         """The tree to verify: the best nodes of a draft round, or the root alone where drafting is off or does not pay."""
+        roots = [self._slots.root[s] for s in slots]
         shape = None if self.policy is None else self.policy.shape(len(batch))
         if self.policy is None or shape is None:
-            full = (self._slots.pending[slots] >= self.sizes.max_commit).any()
+            full = any(len(self._slots.unread[s]) >= self.sizes.max_commit for s in slots)
             drafted = self._catch_up(slots) if full else None
-            return _Proposal(Tree.make(chain(len(batch), 1), self._slots.root[slots][:, None]), drafted, None, None)
+            return _Proposal(Tree.make([[ROOT]] * len(batch), [[root] for root in roots]), drafted)
         drafted = self._draft(slots, *shape)
         result = drafted.result
         candidates = Candidates(result.parents, result.tokens, result.scores)
         choice = self.policy.choose(candidates, np.array([r.room for r in batch], np.int64))
-        kept, parents, tokens = select_nodes(choice.scores, result.parents, result.tokens, choice.budgets)
-        tokens[:, 0] = self._slots.root[slots]
-        return _Proposal(Tree.make(parents, tokens), drafted, candidates, kept)
+        selected = select_nodes(choice.scores, result.parents, result.tokens, choice.budgets, roots)
+        return _Proposal(Tree.make(selected.parents, selected.tokens), drafted, candidates, selected.candidates)
 
-    def _draft(self, slots: Ints, steps: int, topk: int) -> _Drafted:
-        pending = self._slots.pending[slots]
-        next_tokens = self._slots.next_tokens[slots, : int(pending.max())]
-        feeds, read = draft_tables(self.sizes, self._slots.sequences(slots), pending, next_tokens, steps)
+    def _draft(self, slots: list[int], steps: int, topk: int) -> _Drafted:
+        unread = [self._slots.unread[s] for s in slots]
+        feeds, tables = draft_tables(self.sizes, self._slots.sequences(slots), [len(u) for u in unread], unread, steps)
         self.clock.mark("host")
         result = self.executor.draft(steps, topk, feeds)
         self.clock.mark("draft")
-        return _Drafted(result, drafter_commit_tables(self.sizes, feeds, slots, read))
+        return _Drafted(result, tables)
 
     def _accept(self, batch: list[Request], step: StepTables, result: StepResult) -> Walk:
         """Which nodes the target's own tokens follow. A choice that must be made again ends a walk without a token."""
-        tree = step.tree
+        parents, tokens = [shape.parents for shape in step.tree.shapes], step.tree.tokens
         if not self.deterministic and all(
             r.params.is_greedy and not needs_logit_edits(r.params, len(r.output_ids)) for r in batch
         ):
-            return walk(tree.parents, tree.tokens, result.logits.argmax(axis=2))
+            return walk(parents, tokens, result.logits.argmax(axis=2).tolist())
         prefix: list[list[int]] = [[] for _ in batch]
 
-        def choose(rows: Ints, nodes: Ints) -> Ints:
+        def choose(rows: list[int], nodes: list[int]) -> list[int | None]:
             requests, before = [batch[b] for b in rows], [prefix[b] for b in rows]
             positions = step.positions[rows, nodes] + 1
             chosen, certain = self._choose(requests, result.logits[rows, nodes], positions, before)
-            for b, token in zip(rows, chosen, strict=True):
-                prefix[b].append(int(token))
-            return np.where(certain, chosen, UNDECIDED)
+            for own, token in zip(before, chosen.tolist(), strict=True):
+                own.append(token)
+            return [t if stands else None for t, stands in zip(chosen.tolist(), certain.tolist(), strict=True)]
 
-        visited = walk_lazily(tree.parents, tree.tokens, choose)
-        return visited._replace(counts=visited.counts - (visited.emitted == UNDECIDED).any(axis=1))
+        return walk_lazily(parents, tokens, choose)
 
     def _choose(
         self, requests: list[Request], logits: NDArray[np.float32], positions: Ints, prefixes: list[list[int]]
@@ -393,81 +385,43 @@ class Engine:
                 )
         return edited
 
-    def _finish(self, batch: list[Request], visited: Walk, result: StepResult) -> tuple[list[Delta], Ints]:
-        """Finish rules before the commit: deltas, and how many nodes of each path to keep."""
+    def _finish(self, batch: list[Request], visited: Walk, result: StepResult) -> list[Delta]:
+        """Finish rules before the commit: the tokens of a delta say how many nodes of its path to keep."""
         deltas = []
-        runs, paths = visited.emitted.tolist(), visited.path.tolist()
-        for row, request in enumerate(batch):
-            count = int(visited.counts[row])
-            run = runs[row][:count]
-            logprobs = (
-                self._logprobs(request, result.logits[row, paths[row][:count]], run)
-                if request.params.logprobs is not None
-                else []
-            )
+        for row, (request, path, run) in enumerate(zip(batch, visited.paths, visited.runs, strict=True)):
+            wanted = request.params.logprobs is not None
+            logprobs = self._logprobs(request, result.logits[row, path[: len(run)]], run) if wanted else []
             delta = request.accept(run, logprobs)
             request.metrics.count(len(delta.token_ids))
             deltas.append(delta)
-        return deltas, np.array([len(d.token_ids) for d in deltas], np.int64)
+        return deltas
 
     def _logprobs(self, request: Request, logits: NDArray[np.float32], run: list[int]) -> list[TokenLogprobs]:
         n = request.params.logprobs
         return [] if n is None else [top_logprobs(row, token, n) for row, token in zip(logits, run, strict=True)]
 
-    def _commit(self, step: StepTables, result: StepResult, path: Ints, counts: Ints, drafted: _Drafted | None) -> None:
-        slots = step.seqs.slots
+    def _commit(
+        self,
+        step: StepTables,
+        result: StepResult,
+        paths: list[list[int]],
+        runs: list[list[int]],
+        drafted: _Drafted | None,
+    ) -> None:
+        """Commits as many nodes of each path as its run has tokens: the token that follows each node."""
+        slots = [int(s) for s in step.seqs.slots]
         if drafted is not None or self.policy is None:
-            self._slots.pending[slots] = 0
-        unread = self._slots.pending[slots]
-        feeds = commit_tables(self.sizes, step, path, counts, unread)
-        scratch = None
+            for slot in slots:
+                self._slots.unread[slot] = []
+        unread = [len(self._slots.unread[s]) for s in slots]
+        feeds = commit_tables(self.sizes, step, paths, [len(run) for run in runs], unread)
         if drafted is not None:
             feeds.update(drafted.tables)
-            scratch = drafted.result.scratch
         self.clock.mark("host")
-        self.executor.commit(result.scratch, scratch, feeds)
-        self._slots.length[slots] += counts
-        self._slots.pending[slots] = unread + counts
+        self.executor.commit(result.scratch, drafted and drafted.result.scratch, feeds)
+        for slot, run in zip(slots, runs, strict=True):
+            self._slots.commit(slot, run)
         self.clock.mark("commit")
-
-
-def make_policy(
-    name: str, sizes: EngineSizes, shapes: tuple[tuple[int, int], ...], latency: LatencyTable | None
-) -> Policy | None:
-    """The policy of a speculation name, or RequestError with what this engine allows."""
-    if not isinstance(name, str):
-        raise RequestError(f"speculation is {name!r}: give none, auto or sN_kK_dD.")
-    if name == "auto":
-        if not sizes.has_mtp or not shapes:
-            raise RequestError("speculation 'auto' needs a drafter, and this engine has none: use none.")
-        if latency is None:
-            raise RequestError(
-                "speculation 'auto' needs the latency table of the build: build again without --no_latency_table."
-            )
-        return AutoPolicy(shapes, latency, sizes.max_verify_tokens)
-    spec = check_speculation(name, sizes, shapes)
-    return None if spec is None else FixedPolicy(spec)
-
-
-def check_speculation(name: str, sizes: EngineSizes, shapes: tuple[tuple[int, int], ...]) -> Speculation | None:
-    """The parsed speculation, or RequestError with what this engine allows."""
-    spec = parse_speculation(name)
-    if spec is None:
-        return None
-    if not sizes.has_mtp:
-        raise RequestError(f"speculation {name!r} needs a drafter, and the checkpoint had no mtp tensors: use none.")
-    if spec.budget > sizes.max_verify_tokens:
-        raise RequestError(
-            f"speculation {name!r} verifies {spec.budget} tokens and the engine at most {sizes.max_verify_tokens}: "
-            f"use d{sizes.max_verify_tokens} or less, or build with a larger --max_verify_tokens."
-        )
-    if (spec.steps, spec.topk) not in shapes:
-        built = ", ".join(f"s{s}_k{k}" for s, k in shapes)
-        raise RequestError(
-            f"speculation {name!r} needs the draft round s{spec.steps}_k{spec.topk}, and the engine was built with {built}: "
-            f"use one of these or build with --draft_shapes s{spec.steps}_k{spec.topk}."
-        )
-    return spec
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int) -> list[int]:

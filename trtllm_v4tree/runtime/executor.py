@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_v4tree import contract
+from trtllm_v4tree import contract, native
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.engine_dir import Manifest
@@ -74,6 +74,8 @@ class _Graph:
         import onnxruntime as ort
 
         options = ort.SessionOptions()
+        if native.library() is not None:
+            options.register_custom_ops_library(str(native.library()))
         options.intra_op_num_threads = threads
         if not spins:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -88,6 +90,7 @@ class _Graph:
         self.tables = [t.name for t in spec.inputs if t.name not in states and t.name in known]
         self.outputs = [o.name for o in self.session.get_outputs()]
         self.states = {name: array for name, array in states.items() if name in known}
+        self.bound: dict[str, Any] = {}
         self.binding = self._bind() if any(self._state_of(name) for name in self.outputs) else None
 
     def _state_of(self, output: str) -> str | None:
@@ -117,7 +120,9 @@ class _Graph:
         if self.binding is None:
             return dict(zip(self.outputs, self.session.run(self.outputs, {**self.states, **tables}), strict=True))
         for name, array in tables.items():
-            self.binding.bind_cpu_input(name, array)
+            if self.bound.get(name) is not array:
+                self.binding.bind_cpu_input(name, array)
+        self.bound = tables
         self.session.run_with_iobinding(self.binding)
         return {}
 
@@ -151,6 +156,12 @@ class OnnxRuntimeExecutor:
     def __init__(self, directory: Path, manifest: Manifest, threads: int = 0) -> None:
         self.directory, self.manifest, self.threads = directory, manifest, threads
         self.config, self.sizes, self.draft_shapes = manifest.config, manifest.sizes, manifest.draft_shapes
+        if manifest.cpu_kernels == "native" and native.library() is None:
+            raise EngineFormatError(
+                f"{directory} was built for the native operators, which this installation lacks: install trtllm_v4tree where a "
+                "C++ compiler is, or build the engine with --cpu_kernels onnxruntime."
+            )
+        native.set_num_threads(threads)
         specs = contract.states(self.config, self.sizes)
         self.states = {t.name: np.zeros([int(d) for d in t.shape], np.float32) for t in specs}
         self._graphs: dict[str, _Graph] = {}
@@ -162,8 +173,11 @@ class OnnxRuntimeExecutor:
             self.reset(slot)
 
     def _load(self, stem: str, spec: GraphContract) -> _Graph:
-        """Only the target step's threads spin: a pool that does beside it doubled the time of a step after a draft round."""
-        threads = 1 if stem == "commit" else self.threads
+        """Only the target step's threads spin: a pool that does beside it doubled the time of a step after a draft round.
+
+        Native operators have threads of their own, one set for all graphs, so their graphs need none of ONNX Runtime's.
+        """
+        threads = 1 if stem == "commit" or self.manifest.cpu_kernels == "native" else self.threads
         return _Graph(self.directory / f"{stem}.onnx", spec, self.states, threads, spins=stem == "target_step")
 
     def prepare_draft(self, steps: int, topk: int) -> None:

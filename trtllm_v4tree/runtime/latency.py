@@ -1,16 +1,16 @@
-"""The latency table of an engine: median milliseconds of each graph by batch and nodes, measured on the machine that built it."""
+"""The latency table of an engine: milliseconds of each graph by batch and nodes, measured on the machine that built it."""
 
 from __future__ import annotations
 
 import functools
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import EngineFormatError
@@ -21,6 +21,7 @@ from trtllm_v4tree.runtime.tree import Ints, chain
 _BATCHES = (1, 4, 16, 64)
 _NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 _CONTEXT = 200
+Floats = NDArray[np.float64]
 _Call = Callable[[], object]
 _Pair = tuple[_Call, _Call | None]
 _Key = tuple[str, int, int]
@@ -36,29 +37,40 @@ class LatencyTable:
     overhead: dict[int, float]
 
     def target_ms(self, batch: int, nodes: int) -> float:
-        """Interpolated in nodes, at the next batch measured (scaled beyond the last)."""
-        b, scale = self._bucket(batch)
-        x, y = self._curve(b)
-        beyond = nodes / x[-1] if nodes > x[-1] else 1.0
-        return float(np.interp(nodes, x, y)) * scale * beyond
+        """A pass over `nodes` nodes per sequence."""
+        return float(self.target_curve(batch, nodes)[-1])
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 (one table per engine)
-    def _curve(self, batch: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    @functools.lru_cache(maxsize=512)  # noqa: B019 (one table per engine)
+    def target_curve(self, batch: int, max_nodes: int) -> Floats:
+        """Passes over 1, 2, .. nodes: [max_nodes]. Between what was measured interpolated, beyond it scaled."""
+        low, high, share, scale = self._between(batch)
+        curve = (1 - share) * self._nodes_curve(low, max_nodes) + share * self._nodes_curve(high, max_nodes)
+        curve *= scale
+        curve.flags.writeable = False
+        return curve
+
+    def _nodes_curve(self, batch: int, max_nodes: int) -> Floats:
         nodes, ms = zip(*sorted((n, ms) for (b, n), ms in self.target.items() if b == batch), strict=True)
-        return nodes, ms
+        wanted = np.arange(1, max_nodes + 1)
+        return np.interp(wanted, nodes, ms) * np.maximum(1.0, wanted / nodes[-1])
 
     def draft_ms(self, steps: int, topk: int, batch: int) -> float:
-        b, scale = self._bucket(batch)
-        return self.draft[steps, topk, b] * scale
+        low, high, share, scale = self._between(batch)
+        return ((1 - share) * self.draft[steps, topk, low] + share * self.draft[steps, topk, high]) * scale
 
     def overhead_ms(self, batch: int) -> float:
-        b, scale = self._bucket(batch)
-        return self.overhead[b] * scale
+        low, high, share, scale = self._between(batch)
+        return ((1 - share) * self.overhead[low] + share * self.overhead[high]) * scale
 
-    def _bucket(self, batch: int) -> tuple[int, float]:
-        batches = sorted(self.overhead)
-        at_least = [b for b in batches if b >= batch]
-        return (at_least[0], 1.0) if at_least else (batches[-1], batch / batches[-1])
+    @functools.lru_cache(maxsize=512)  # noqa: B019 (one table per engine)
+    def _between(self, batch: int) -> tuple[int, int, float, float]:
+        """The batches measured below and above, the share of the latter, and what to scale with beyond the last."""
+        measured = sorted(self.overhead)
+        if batch >= measured[-1]:
+            return measured[-1], measured[-1], 0.0, batch / measured[-1]
+        high = next(b for b in measured if b >= batch)
+        low = max((b for b in measured if b <= batch), default=high)
+        return low, high, 0.0 if low == high else (batch - low) / (high - low), 1.0
 
     def to_json(self) -> str:
         return json.dumps(
@@ -99,7 +111,7 @@ def measure(
     for index, batch in enumerate(batches):
         report(f"timing batch {batch}", index / len(batches))
         calls = _calls(executor, batch, nodes, shapes)
-        for (kind, first, second), ms in _medians_ms(calls, repeats).items():
+        for (kind, first, second), ms in _times_ms(calls, repeats).items():
             if kind == "overhead":
                 table.overhead[batch] = ms
             elif kind == "target":
@@ -128,19 +140,25 @@ def _calls(executor: Executor, batch: int, nodes: list[int], shapes: list[tuple[
     return calls
 
 
-def _medians_ms(calls: Mapping[_Key, _Pair], repeats: int) -> dict[_Key, float]:
-    """Median of `repeats` calls after three that do not count; the second call of a pair runs before each, untimed."""
-    medians = {}
-    for key, (call, before) in calls.items():
-        times = []
-        for _ in range(repeats + 3):
-            if before is not None:
-                before()
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        medians[key] = 1e3 * statistics.median(times[3:])
-    return medians
+def _times_ms(calls: Mapping[_Key, _Pair], repeats: int) -> dict[_Key, float]:
+    """Lower quartile of `repeats` calls: what the machine takes when other programs leave it alone. All calls are interleaved, so that
+    a drift meets them alike.
+
+    The second call of a pair runs before each, untimed; every third call comes back from other graphs and does not count.
+    """
+    times: dict[_Key, list[float]] = {key: [] for key in calls}
+    for _ in range(-(-repeats // 2)):
+        for key, (call, before) in calls.items():
+            times[key] += [_time_ms(call, before) for _ in range(3)][1:]
+    return {key: sorted(ms)[len(ms) // 4] for key, ms in times.items()}
+
+
+def _time_ms(call: _Call, before: _Call | None) -> float:
+    if before is not None:
+        before()
+    started = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - started)
 
 
 def _sequences(executor: Executor, batch: int) -> Sequences:

@@ -44,14 +44,19 @@ class RequestMetrics:
             self.accepted_by_depth[depth] += 1
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Delta:
-    """What one step added to a request."""
+    """What one step added to a request. `decoded` is filled in when somebody asks for text: a round does not wait for the tokenizer."""
 
     request: Request
     token_ids: list[int]
-    text: str
     finish_reason: str | None
+    decoded: str = ""
+
+    @property
+    def text(self) -> str:
+        self.request.decode()
+        return self.decoded
 
 
 class Request:
@@ -77,7 +82,7 @@ class Request:
         self.cancelled = False
         self.metrics = RequestMetrics(prompt_tokens=len(prompt_ids))
         self._detokenizer = Detokenizer(decoder) if decoder is not None else None
-        self._text: list[str] = []
+        self._undecoded: list[tuple[Delta, Cut]] = []
         self._full = ""
         self._shown = 0
 
@@ -93,17 +98,30 @@ class Request:
     @property
     def text(self) -> str:
         """Text that may be shown."""
+        self.decode()
         return self._full[: self._shown]
 
     def accept(self, run: list[int], logprobs: list[TokenLogprobs]) -> Delta:
         """Takes over an accepted run up to where the finish rules cut it."""
-        emitted, before = len(self.output_ids), self._shown
-        cut = self._take_text(run, emitted)
+        cut = self._cut(run)
         self.output_ids += run[: cut.n_kept]
         self.logprobs += logprobs[: cut.n_kept]
         if cut.finish_reason is not None:
             self.finish(cut.finish_reason, cut.stop_reason)
-        return Delta(self, run[: cut.n_kept], self._full[before : self._shown], self.finish_reason)
+        delta = Delta(self, run[: cut.n_kept], self.finish_reason)
+        if self._detokenizer is not None:
+            self._undecoded.append((delta, cut))
+        return delta
+
+    def decode(self) -> None:
+        """Decodes the runs accepted since the last call."""
+        for delta, cut in self._undecoded:
+            assert self._detokenizer is not None
+            self._full += self._detokenizer.append(delta.token_ids[: cut.n_text])
+            before = self._shown
+            self._settle(cut)
+            delta.decoded = self._full[before : self._shown]
+        self._undecoded.clear()
 
     def restart(self) -> None:
         """Back to prefill over everything known, to choose the next token from a pass that no tree has touched."""
@@ -114,18 +132,14 @@ class Request:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.phase = Phase.FINISHED
 
-    def _take_text(self, run: list[int], emitted: int) -> Cut:
-        if self._detokenizer is None:
-            return decide(self.rules, run, emitted)
+    def _cut(self, run: list[int]) -> Cut:
+        """Where the finish rules end the run; stop strings need the text before it and of each of its tokens."""
+        emitted = len(self.output_ids)
         if not self.rules.stop:
-            cut = decide(self.rules, run, emitted)
-            self._full += self._detokenizer.append(run[: cut.n_text])
-        else:
-            pieces = self._detokenizer.pieces(run)
-            cut = decide(self.rules, run, emitted, self._full, [p.text for p in pieces])
-            self._full += self._detokenizer.commit(pieces[: cut.n_text])
-        self._settle(cut)
-        return cut
+            return decide(self.rules, run, emitted)
+        assert self._detokenizer is not None, "stop strings need a tokenizer"
+        self.decode()
+        return decide(self.rules, run, emitted, self._full, self._detokenizer.pieces(run))
 
     def _settle(self, cut: Cut) -> None:
         assert self._detokenizer is not None

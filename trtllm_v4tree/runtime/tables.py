@@ -4,52 +4,71 @@ Conventions (see `contract.py`): pools have row 0 = zero row; window ring row = 
 1 + page * rows + index in page; slot 0 and page 0 are the bin. Compressed rows pooled for a CSA entry: 0 prev A, 1 cur A, 2 cur B,
 3 null, 4 + 2 n + half; for HCA: 0 the open window, 1 null, 2 + n.
 
-Masks and wide tables are NumPy; tables with a handful of entries per sequence are plain lists, which is faster at these sizes.
+What depends on a tree and on its place in a window alone (masks among nodes, pooled and folded rows) is made once for every shape and
+phase and remembered; a round only adds where its sequences lie.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_v4tree.runtime.tree import PAD, Bools, Ints, ancestors
+from trtllm_v4tree.runtime.tree import PAD, Bools, Ints, TreeShape, remembered, tree_shape
 from trtllm_v4tree.sizes import EngineSizes
 
 Floats = NDArray[np.float32]
 Feeds = dict[str, NDArray[np.int64] | NDArray[np.float32]]
+Row = Ints | Sequence[int]
+Rows = Ints | Sequence[Sequence[int]]
 _HIDDEN = np.float32(-np.inf)
 PREV_A, CUR_A, CUR_B, CSA_NULL, CSA_NODES = 0, 1, 2, 3, 4
 HCA_OPEN, HCA_NULL, HCA_NODES = 0, 1, 2
 BIN_WINDOW_ROW = 1
+_EMPTY = np.zeros(0, np.int64)
+Scalar = TypeVar("Scalar", np.int64, np.float32)
 
 
 class Sequences(NamedTuple):
     """Committed state of the sequences of a batch: slots [B], lengths [B] (tokens committed), page table [B, pages]."""
 
-    slots: Ints
-    lengths: Ints
+    slots: Row
+    lengths: Row
     pages: Ints
 
 
-@dataclass(frozen=True)
-class Tree:
-    """A batch of trees: parents, tokens and depth [B, N], ancestor-or-self matrix [B, N, N]."""
+class Tree(NamedTuple):
+    """A batch of trees of N nodes (the smaller ones padded): the shape of each, and tokens [B][N]."""
 
-    parents: Ints
-    tokens: Ints
-    reach: Bools
-    depth: Ints
+    shapes: list[TreeShape]
+    tokens: Sequence[Sequence[int]]
 
     @classmethod
-    def make(cls, parents: Ints, tokens: Ints) -> Tree:
-        if parents.shape[1] == 1:
-            return cls(parents, tokens, (parents != PAD)[:, :, None], np.zeros_like(parents))
-        reach = ancestors(parents)
-        return cls(parents, tokens, reach, np.maximum(np.count_nonzero(reach, axis=2) - 1, 0))
+    def make(cls, parents: Rows, tokens: Rows) -> Tree:
+        """From parents and tokens [B, N]."""
+        return cls([tree_shape(tuple(line)) for line in _listed(parents)], _listed(tokens))
+
+    @property
+    def nodes(self) -> int:
+        return len(self.shapes[0].parents)
+
+    @property
+    def parents(self) -> Ints:
+        """[B, N]"""
+        return _ints([shape.parents for shape in self.shapes])
+
+    @property
+    def reach(self) -> Bools:
+        """Ancestor-or-self matrix [B, N, N]."""
+        return np.stack([shape.reach for shape in self.shapes])
+
+    @property
+    def depth(self) -> Ints:
+        """[B, N]"""
+        return _ints([shape.depth for shape in self.shapes])
 
 
 class Boundary(NamedTuple):
@@ -61,97 +80,122 @@ class Boundary(NamedTuple):
     depth: int
 
 
-@dataclass(frozen=True)
-class StepTables:
-    """Feeds of one target step, and what its commit needs again."""
+class WindowEnds(NamedTuple):
+    """The M nodes of one tree that complete a window: ids, depths, pooled rows [M, T], and mask [N, M] (who sees their entries)."""
+
+    nodes: tuple[int, ...]
+    depths: tuple[int, ...]
+    rows: Ints
+    mask: Floats
+
+
+class StepTables(NamedTuple):
+    """Feeds of one target step, and what its commit needs again: `ends[kind][b]` are the nodes of b that complete a window."""
 
     feeds: Feeds
     seqs: Sequences
     tree: Tree
     positions: Ints
-    boundaries: dict[str, list[Boundary]]
+    ends: dict[str, list[WindowEnds]]
+
+    @property
+    def boundaries(self) -> dict[str, list[Boundary]]:
+        """The nodes that complete a window of each kind, by sequence and node id."""
+        return {
+            kind: [
+                Boundary(b, ordinal, node, depth)
+                for b, end in enumerate(ends)
+                for ordinal, (node, depth) in enumerate(zip(end.nodes, end.depths, strict=True))
+            ]
+            for kind, ends in self.ends.items()
+        }
 
 
 class _Kind(NamedTuple):
+    """A compressor: its ratio, its rows per page, and of every entry of a sequence the page (by ordinal) and the row in it."""
+
     name: str
     ratio: int
     page_rows: int
+    null: int
+    page: Ints
+    row: Ints
+
+    @classmethod
+    def of(cls, name: str, ratio: int, page_rows: int, pages: int) -> _Kind:
+        index = np.arange(pages * page_rows)
+        null = CSA_NULL if name == "csa" else HCA_NULL
+        return cls(name, ratio, page_rows, null, index // page_rows, 1 + index % page_rows)
 
 
 class _Static(NamedTuple):
-    """Constants of an engine's sizes."""
+    """Constants of an engine's sizes; newest_first[p]: a place for the sink, then the ring rows of slot 0 from position p - 1 back: [W, W]."""
 
     kinds: tuple[_Kind, ...]
     newest_first: Ints
-    aged_out: Floats
 
 
 @functools.lru_cache(maxsize=8)
 def _static(sizes: EngineSizes) -> _Static:
-    """newest_first: ring indices W - 1 .. 0 twice; aged_out[t, j]: -inf where a row at depth t no longer sees held row j."""
-    w = sizes.window
+    s, w = sizes, sizes.window
     kinds = (
-        _Kind("csa", sizes.csa_ratio, sizes.csa_page_rows) if sizes.num_csa else None,
-        _Kind("hca", sizes.hca_ratio, sizes.hca_page_rows) if sizes.num_hca else None,
+        _Kind.of("csa", s.csa_ratio, s.csa_page_rows, s.pages_per_seq) if s.num_csa else None,
+        _Kind.of("hca", s.hca_ratio, s.hca_page_rows, s.pages_per_seq) if s.num_hca else None,
     )
-    depth = np.arange(sizes.max_commit + 64)[:, None]
-    aged = np.where(np.arange(w - 1) >= w - 1 - depth, _HIDDEN, np.float32(0))
-    ring = np.arange(w - 1, -1, -1)
-    return _Static(tuple(k for k in kinds if k), np.concatenate([ring, ring]), aged)
+    return _Static(tuple(k for k in kinds if k), 1 + (np.arange(w)[:, None] - np.arange(w)) % w)
 
 
-def window_rows(sizes: EngineSizes, slots: Ints, lengths: Ints) -> Ints:
+def window_rows(sizes: EngineSizes, slots: Sequence[int], lengths: Sequence[int]) -> Ints:
     """The sink's zero row, then the rows of the last W - 1 committed positions, newest first: [B, 1 + Wn]; row 0 where there is none."""
-    w, ring = sizes.window, _static(sizes).newest_first
-    held = np.minimum(lengths, w - 1).tolist()
-    width = max(held)
-    rows = np.zeros((len(held), 1 + width), np.int64)
-    for b, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-        start = w - 1 - (length - 1) % w
-        rows[b, 1 : 1 + held[b]] = ring[start : start + held[b]] + (1 + slot * w)
+    w = sizes.window
+    width = min(max(lengths), w - 1)
+    rows = _static(sizes).newest_first.take([length % w for length in lengths], axis=0)
+    rows += _ints([[slot * w] for slot in slots])
+    rows[:, 0] = 0
+    if width < w - 1:
+        rows = rows[:, : 1 + width]
+    for b, length in enumerate(lengths):
+        if length < width:
+            rows[b, 1 + length :] = 0
     return rows
 
 
-def node_mask(sizes: EngineSizes, lengths: Ints, depth: Ints, reach: Bools) -> Floats:
-    """What nodes at `depth` [B, N] see of [sink | held window rows | nodes]: additive [B, N, 1 + Wn + N]."""
-    w = sizes.window
-    width = int(min(lengths.max(), w - 1))
-    batch, n = depth.shape
-    mask = np.zeros((batch, n, 1 + width + n), np.float32)
-    deepest = int(depth.max())
-    if width > w - 1 - deepest:
-        mask[:, :, 1 : 1 + width] = _static(sizes).aged_out[depth, :width]
-    for b, length in enumerate(lengths.tolist()):
+@remembered
+def window_mask(parents: tuple[int, ...], window: int) -> Floats:
+    """What the nodes of a tree see of [sink | W - 1 held window rows, newest first | nodes]: additive [N, W + N]."""
+    shape = tree_shape(parents)
+    depth = np.array(shape.depth)
+    aged = np.arange(window - 1) >= window - 1 - depth[:, None]
+    fresh = shape.reach & (depth[:, None] - depth < window)
+    hidden = np.concatenate([np.zeros((len(parents), 1), bool), aged, ~fresh], axis=1)
+    return np.where(hidden, _HIDDEN, np.float32(0))
+
+
+def held_mask(masks: Sequence[Floats], lengths: Sequence[int], window: int) -> Floats:
+    """Masks [N, W + x] over [sink | W - 1 held rows | x] as a batch over the rows that are held: [B, N, 1 + Wn + x]."""
+    width = min(max(lengths), window - 1)
+    mask = np.array(masks)
+    if width < window - 1:
+        mask = np.concatenate([mask[:, :, : 1 + width], mask[:, :, window:]], axis=2)
+    for b, length in enumerate(lengths):
         if length < width:
             mask[b, :, 1 + length : 1 + width] = _HIDDEN
-    if n > 1:
-        seen = reach if deepest < w else reach & (depth[:, :, None] - depth[:, None, :] < w)
-        mask[:, :, 1 + width :] = np.where(seen, np.float32(0), _HIDDEN)
     return mask
 
 
-def entry_rows(pages: Ints, counts: Ints, page_rows: int) -> Ints:
+def entry_rows(kind: _Kind, pages: Ints, counts: list[int]) -> Ints:
     """Rows of the entry pool of entries 0 .. counts - 1: [B, max count], row 0 where there is none."""
-    index = np.arange(int(counts.max()))
-    rows = 1 + pages[:, index // page_rows] * page_rows + index % page_rows
-    if len(counts) > 1:
-        rows[index >= counts[:, None]] = 0
+    most = max(counts)
+    rows = pages.take(kind.page[:most], axis=1)
+    rows *= kind.page_rows
+    rows += kind.row[:most]
+    for b, count in enumerate(counts):
+        if count < most:
+            rows[b, count:] = 0
     return rows
 
 
-def find_boundaries(tree: Tree, positions: Ints, ratio: int) -> list[Boundary]:
-    """Nodes that complete a window of `ratio` tokens, by sequence and node id."""
-    ends = (positions + 1) % ratio == 0
-    found, row, index = [], -1, 0
-    for b, n in np.argwhere(ends).tolist():
-        if tree.parents[b, n] == PAD:
-            continue
-        row, index = b, index + 1 if b == row else 0
-        found.append(Boundary(b, index, n, int(tree.depth[b, n])))
-    return found
-
-
-def climb(parents: list[int], node: int, count: int) -> list[int]:
+def climb(parents: Row, node: int, count: int) -> list[int]:
     """The node and its ancestors, at most `count`, topmost first."""
     path: list[int] = []
     while node >= 0 and len(path) < count:
@@ -160,213 +204,275 @@ def climb(parents: list[int], node: int, count: int) -> list[int]:
     return path[::-1]
 
 
-def csa_pool_row(length: int, at: Boundary, parents: list[int], ratio: int) -> list[int]:
-    """Rows pooled into the entry that `at` emits after `length` committed tokens: [2 ratio], A half then B half."""
-    position = length + at.depth
-    window = position // ratio
-    path = climb(parents, at.node, 2 * ratio)
+@remembered
+def window_ends(parents: tuple[int, ...], kind: str, ratio: int, phase: int) -> WindowEnds:
+    """Nodes that complete a window where the root's position is `phase` modulo the ratio."""
+    shape = tree_shape(parents)
+    depth = shape.depth
+    nodes = [n for n, up in enumerate(parents) if up != PAD and (phase + depth[n] + 1) % ratio == 0]
+    csa = kind == "csa"
+    pool_row, null = (csa_pool_row, CSA_NULL) if csa else (hca_pool_row, HCA_NULL)
+    rows = [pool_row(parents, n, depth[n], phase, ratio) for n in nodes]
+    width = max(map(len, rows), default=2 * ratio if csa else 1)
+    table = _ints([row + [null] * (width - len(row)) for row in rows]).reshape(len(nodes), width)
+    mask = np.where(shape.reach[:, nodes], np.float32(0), _HIDDEN)
+    return WindowEnds(tuple(nodes), tuple(depth[n] for n in nodes), table, mask)
+
+
+def csa_pool_row(parents: tuple[int, ...], node: int, depth: int, phase: int, ratio: int) -> list[int]:
+    """Rows pooled into the entry that `node` emits, the root being at `phase`: [2 ratio], A half then B half."""
+    window = (phase + depth) // ratio
     row = [CSA_NULL] * (2 * ratio)
-    for back, node in enumerate(reversed(path)):
-        slot = 2 * ratio - 1 - back
-        row[slot] = CSA_NODES + 2 * node + (slot >= ratio)
-    if (window - 1) * ratio < length:
-        row[0] = PREV_A if window == length // ratio else CUR_A
-    if window * ratio < length:
+    for back, above in enumerate(reversed(climb(parents, node, 2 * ratio))):
+        place = 2 * ratio - 1 - back
+        row[place] = CSA_NODES + 2 * above + (place >= ratio)
+    if (window - 1) * ratio < phase:
+        row[0] = PREV_A if window == 0 else CUR_A
+    if window * ratio < phase:
         row[ratio] = CUR_B
     return row
 
 
-def hca_pool_row(length: int, at: Boundary, parents: list[int], ratio: int) -> list[int]:
-    """Rows pooled into the entry that `at` emits: the open window, then the nodes of its window on the path."""
-    start = (length + at.depth) // ratio * ratio - length
-    path = climb(parents, at.node, min(ratio, at.depth + 1))
+def hca_pool_row(parents: tuple[int, ...], node: int, depth: int, phase: int, ratio: int) -> list[int]:
+    """Rows pooled into the entry that `node` emits: the open window, then the nodes of its window on the path."""
+    start = (phase + depth) // ratio * ratio - phase
+    path = climb(parents, node, min(ratio, depth + 1))
     return [HCA_OPEN if start < 0 else HCA_NULL] + [HCA_NODES + n for n in path]
 
 
-def padded(rows: list[list[int]], fill: int) -> list[list[int]]:
-    """Rows of equal length."""
-    width = max(map(len, rows))
-    return [row + [fill] * (width - len(row)) for row in rows]
+@functools.lru_cache(maxsize=64)
+def every_node(batch: int, nodes: int) -> Ints:
+    """All node ids of every tree, for `logit_nodes`: [B, N]."""
+    return np.tile(np.arange(nodes), (batch, 1))
 
 
 def step_tables(sizes: EngineSizes, seqs: Sequences, tree: Tree, logit_nodes: Ints) -> StepTables:
     """All inputs of `target_step` but the states."""
-    positions = seqs.lengths[:, None] + tree.depth
+    slots, lengths = _row(seqs.slots), _row(seqs.lengths)
+    masks = [window_mask(shape.parents, sizes.window) for shape in tree.shapes]
+    positions = _ints([[n + d for d in shape.depth] for n, shape in zip(lengths, tree.shapes, strict=True)])
     feeds: Feeds = {
-        "token_ids": tree.tokens,
+        "token_ids": _ints(tree.tokens),
         "positions": positions,
         "logit_nodes": logit_nodes,
-        "slots": seqs.slots,
-        "window_rows": window_rows(sizes, seqs.slots, seqs.lengths),
-        "node_mask": node_mask(sizes, seqs.lengths, tree.depth, tree.reach),
+        "slots": _ints(slots),
+        "window_rows": window_rows(sizes, slots, lengths),
+        "node_mask": held_mask(masks, lengths, sizes.window),
     }
-    boundaries = {}
+    ends = {}
     for kind in _static(sizes).kinds:
-        found = boundaries[kind.name] = find_boundaries(tree, positions, kind.ratio)
-        feeds.update(_entry_feeds(kind, seqs, tree, found))
-    return StepTables(feeds, seqs, tree, positions, boundaries)
+        found = ends[kind.name] = _find_ends(kind, lengths, tree)
+        feeds.update(_entry_feeds(kind, seqs.pages, lengths, found))
+    return StepTables(feeds, seqs, tree, positions, ends)
 
 
-def _entry_feeds(kind: _Kind, seqs: Sequences, tree: Tree, found: list[Boundary]) -> Feeds:
-    counts = seqs.lengths // kind.ratio
-    rows = entry_rows(seqs.pages, counts, kind.page_rows)
-    batch, n = tree.parents.shape
-    most = 1 + max((at.ordinal for at in found), default=-1)
-    entries = rows.shape[1]
-    mask = np.zeros((batch, n, entries + most), np.float32)
-    if batch > 1:
-        mask[:, :, :entries][np.broadcast_to((np.arange(entries) >= counts[:, None])[:, None], (batch, n, entries))] = (
-            _HIDDEN
-        )
-    mask[:, :, entries:] = _HIDDEN
-    for at in found:
-        mask[at.row, tree.reach[at.row, :, at.node], entries + at.ordinal] = 0
-    table, positions = _pool_table(kind, seqs, tree, found, most)
+def _find_ends(kind: _Kind, lengths: Sequence[int], tree: Tree) -> list[WindowEnds]:
+    """Phases from which a tree completes no window all count as the first, so that they are remembered as one."""
+    ends, name, ratio = [], kind.name, kind.ratio
+    for length, shape in zip(lengths, tree.shapes, strict=True):
+        phase = length % ratio
+        ends.append(window_ends(shape.parents, name, ratio, phase if phase + shape.height >= ratio else 0))
+    return ends
+
+
+def _entry_feeds(kind: _Kind, pages: Ints, lengths: Sequence[int], ends: list[WindowEnds]) -> Feeds:
+    """Rows [B, E] of the committed entries; pool table, positions and mask of the branch entries."""
+    counts = [length // kind.ratio for length in lengths]
+    if any(own.nodes for own in ends):
+        table, positions, branch = _branch_tables(kind, lengths, ends)
+    else:
+        table, positions, branch = _no_branches(len(ends), *ends[0].rows.shape, *ends[0].mask.shape)
     return {
-        f"{kind.name}_rows": rows,
+        f"{kind.name}_rows": entry_rows(kind, pages, counts),
         f"{kind.name}_pool_table": table,
         f"{kind.name}_entry_positions": positions,
-        f"{kind.name}_mask": mask,
+        f"{kind.name}_mask": entry_mask(counts, branch),
     }
 
 
-def _pool_table(kind: _Kind, seqs: Sequences, tree: Tree, found: list[Boundary], most: int) -> tuple[Ints, Ints]:
-    """Pool table [B, M, T] and first position of each window [B, M]."""
-    csa = kind.name == "csa"
-    null, batch = (CSA_NULL if csa else HCA_NULL), len(seqs.slots)
-    if not found:
-        return np.zeros((batch, 0, 2 * kind.ratio if csa else 1), np.int64), np.zeros((batch, 0), np.int64)
-    lengths = seqs.lengths.tolist()
-    parents = {at.row: tree.parents[at.row].tolist() for at in found}
-    pool_row = csa_pool_row if csa else hca_pool_row
-    rows = padded([pool_row(lengths[at.row], at, parents[at.row], kind.ratio) for at in found], null)
-    table = np.full((batch, most, len(rows[0])), null, np.int64)
-    positions = np.zeros((batch, most), np.int64)
-    for at, row in zip(found, rows, strict=True):
-        table[at.row, at.ordinal] = row
-        positions[at.row, at.ordinal] = (lengths[at.row] + at.depth) // kind.ratio * kind.ratio
-    return table, positions
+def _branch_tables(kind: _Kind, lengths: Sequence[int], ends: list[WindowEnds]) -> tuple[Ints, Ints, Floats]:
+    """Of the entries that nodes would emit: pool table [B, M, T], first position of each window [B, M], who sees them [B, N, M]."""
+    most = max(len(own.nodes) for own in ends)
+    positions = [
+        [length + depth + 1 - kind.ratio for depth in own.depths] + [0] * (most - len(own.depths))
+        for length, own in zip(lengths, ends, strict=True)
+    ]
+    table = _stacked([own.rows for own in ends], kind.null)
+    return table, _ints(positions), _stacked([own.mask for own in ends], _HIDDEN)
 
 
-def commit_tables(sizes: EngineSizes, step: StepTables, path: Ints, counts: Ints, unread: Ints | None = None) -> Feeds:
+@functools.lru_cache(maxsize=64)
+def _no_branches(batch: int, most: int, width: int, nodes: int, columns: int) -> tuple[Ints, Ints, Floats]:
+    """The same where no node completes a window, as in most rounds."""
+    shapes = (batch, most, width), (batch, most), (batch, nodes, columns)
+    table, positions, mask = (np.zeros(shape, np.int64) for shape in shapes)
+    return table, positions, mask.astype(np.float32)
+
+
+def entry_mask(counts: list[int], branch: Floats) -> Floats:
+    """What nodes see of [committed entries | branch entries]: [B, N, E + M], from what they see of the latter [B, N, M]."""
+    batch, nodes, most = branch.shape
+    entries = max(counts)
+    mask = np.zeros((batch, nodes, entries + most), np.float32)
+    if most:
+        mask[:, :, entries:] = branch
+    for b, count in enumerate(counts):
+        if count < entries:
+            mask[b, :, count:entries] = _HIDDEN
+    return mask
+
+
+def _stacked(tables: Sequence[NDArray[Scalar]], fill: Scalar | int) -> NDArray[Scalar]:
+    """Tables of one sequence each as a batch, the smaller ones padded: [B, rows, columns]."""
+    shapes = {table.shape for table in tables}
+    if len(shapes) == 1:
+        return np.array(tables)
+    rows, columns = zip(*shapes, strict=True)
+    out = np.full((len(tables), max(rows), max(columns)), fill, tables[0].dtype)
+    for b, table in enumerate(tables):
+        out[b, : table.shape[0], : table.shape[1]] = table
+    return out
+
+
+def commit_tables(sizes: EngineSizes, step: StepTables, path: Rows, counts: Row, unread: Row | None = None) -> Feeds:
     """Inputs of `commit` for accepted node ids `path` [B, T] of which the first `counts` [B] are kept (law 2).
 
     unread [B]: rows of the streams pool that the drafter has yet to read; new ones go behind them.
     """
-    seqs, n, w = step.seqs, step.tree.parents.shape[1], sizes.window
-    slots, lengths, kept = seqs.slots.tolist(), seqs.lengths.tolist(), counts.tolist()
-    paths = [line[:k] for line, k in zip(path.tolist(), kept, strict=True)]
-    behind = [0] * len(slots) if unread is None else unread.tolist()
+    n, w, lengths = step.tree.nodes, sizes.window, _row(step.seqs.lengths)
+    paths = [tuple(line[:k]) for line, k in zip(_listed(path), _row(counts), strict=True)]
+    behind = [0] * len(paths) if unread is None else _row(unread)
     accepted: list[int] = []
     ring: list[int] = []
     streams: list[int] = []
-    for b, line in enumerate(paths):
-        base, length, k = 1 + slots[b] * w, lengths[b], kept[b]
+    for b, (line, slot, length) in enumerate(zip(paths, _row(step.seqs.slots), lengths, strict=True)):
         accepted += [b * n + node for node in line]
-        ring += [BIN_WINDOW_ROW] * (k - w)
-        ring += [base + p % w for p in range(length + max(0, k - w), length + k)]
-        first = 1 + slots[b] * sizes.max_commit + behind[b]
-        streams += range(first, first + k)
-    feeds: Feeds = {"slots": seqs.slots, "accepted": _ints(accepted), "window_dst": _ints(ring)}
+        ring += ring_rows(w, slot, length, length + len(line))
+        first = 1 + slot * sizes.max_commit + behind[b]
+        streams += range(first, first + len(line))
+    feeds: Feeds = {"slots": step.feeds["slots"], "accepted": _ints(accepted), "window_dst": _ints(ring)}
     if sizes.has_mtp:
         feeds["stream_dst"] = _ints(streams)
+    longest = max(map(len, paths))
     for kind in _static(sizes).kinds:
-        fold = csa_fold_rows if kind.name == "csa" else hca_fold_rows
-        null = CSA_NULL if kind.name == "csa" else HCA_NULL
-        rows = [row for line, length in zip(paths, lengths, strict=True) for row in fold(length, line, kind.ratio)]
-        feeds[f"{kind.name}_fold_table"] = _ints(padded(rows, null)).reshape(len(paths), len(rows) // len(paths), -1)
-        feeds.update(_emitted(kind, step, paths))
+        ratio, width = kind.ratio, 1 + min(longest, kind.ratio)
+        folds = [fold_rows(p, kind.name, ratio, at % ratio, width) for p, at in zip(paths, lengths, strict=True)]
+        feeds[f"{kind.name}_fold_table"] = _ints(folds)
+        feeds.update(_emitted(kind, step, paths, lengths))
     return feeds
 
 
-def _ints(values: list[int] | list[list[int]]) -> Ints:
-    return np.array(values, np.int64)
+def ring_rows(window: int, slot: int, start: int, end: int) -> list[int]:
+    """Ring rows of positions start .. end - 1; the bin for those that the same commit overwrites."""
+    base, kept = 1 + slot * window, max(start, end - window)
+    return [BIN_WINDOW_ROW] * (kept - start) + [base + p % window for p in range(kept, end)]
 
 
-def _emitted(kind: _Kind, step: StepTables, paths: list[list[int]]) -> Feeds:
+def _emitted(kind: _Kind, step: StepTables, paths: list[tuple[int, ...]], lengths: Sequence[int]) -> Feeds:
     """Accepted boundary nodes and the entry rows they go to."""
-    found = step.boundaries[kind.name]
-    most = 1 + max((at.ordinal for at in found), default=-1)
+    ends, pages, ratio = step.ends[kind.name], step.seqs.pages, kind.ratio
+    most = max(len(own.nodes) for own in ends)
     source, target = [], []
-    for at in found:
-        line = paths[at.row]
-        if at.depth < len(line) and line[at.depth] == at.node:
-            entry = int(step.seqs.lengths[at.row] + at.depth) // kind.ratio
-            page = int(step.seqs.pages[at.row, entry // kind.page_rows])
-            source.append(at.row * most + at.ordinal)
-            target.append(1 + page * kind.page_rows + entry % kind.page_rows)
+    for b, (own, path, length) in enumerate(zip(ends, paths, lengths, strict=True)):
+        for depth in range(ratio - 1 - length % ratio, len(path), ratio):
+            assert path[depth] in own.nodes, (
+                f"node {path[depth]} is not at depth {depth}: what is committed is no path of the tree"
+            )
+            page, row = divmod((length + depth) // ratio, kind.page_rows)
+            source.append(b * most + own.nodes.index(path[depth]))
+            target.append(1 + int(pages[b, page]) * kind.page_rows + row)
     return {f"{kind.name}_emitted": _ints(source), f"{kind.name}_dst": _ints(target)}
 
 
-def csa_fold_rows(length: int, path: list[int], ratio: int) -> list[list[int]]:
-    """Rows folded into the new prev A, cur A and cur B after the nodes of `path` are committed."""
-    old, new = length // ratio, (length + len(path)) // ratio
+@remembered
+def fold_rows(path: tuple[int, ...], kind: str, ratio: int, phase: int, width: int) -> Ints:
+    """Rows folded into each state of a sequence after the nodes of `path` are committed; its first position is at `phase`: [states, width]."""
+    csa = kind == "csa"
+    rows = csa_fold_rows(path, ratio, phase) if csa else hca_fold_rows(path, ratio, phase)
+    return _ints([row + [CSA_NULL if csa else HCA_NULL] * (width - len(row)) for row in rows])
+
+
+def csa_fold_rows(path: tuple[int, ...], ratio: int, phase: int) -> list[list[int]]:
+    """Rows folded into the new prev A, cur A and cur B."""
+    new = (phase + len(path)) // ratio
     rows = []
     for window, half in ((new - 1, 0), (new, 0), (new, 1)):
-        first = window * ratio - length
-        nodes = path[max(0, first) : max(0, first + ratio)]
-        row = [CSA_NODES + 2 * node + half for node in nodes]
-        if window == old:
+        first = window * ratio - phase
+        row = [CSA_NODES + 2 * node + half for node in path[max(0, first) : max(0, first + ratio)]]
+        if window == 0:
             row.insert(0, CUR_B if half else CUR_A)
-        elif window == old - 1:
+        elif window == -1:
             row.insert(0, PREV_A)
         rows.append(row or [CSA_NULL])
     return rows
 
 
-def hca_fold_rows(length: int, path: list[int], ratio: int) -> list[list[int]]:
+def hca_fold_rows(path: tuple[int, ...], ratio: int, phase: int) -> list[list[int]]:
     """Rows folded into the new open window."""
-    window = (length + len(path)) // ratio
-    first = window * ratio - length
+    first = (phase + len(path)) // ratio * ratio - phase
     row = [HCA_NODES + node for node in path[max(0, first) :]]
     return [[HCA_OPEN if first <= 0 else HCA_NULL, *row]]
 
 
 def draft_tables(
-    sizes: EngineSizes, seqs: Sequences, pending: Ints, next_tokens: Ints, steps: int
-) -> tuple[Feeds, Ints]:
-    """Inputs of `draft_round` but the states, and `read`: flat indices of the real catch-up rows.
+    sizes: EngineSizes, seqs: Sequences, pending: Row, next_tokens: Rows, steps: int
+) -> tuple[Feeds, Feeds]:
+    """Inputs of `draft_round` but the states, and what the drafter's rows add to the inputs of the next commit.
 
-    pending [B]: accepted rows the drafter has not read, the newest at position lengths - 1; next_tokens [B, S] left aligned.
+    pending [B]: accepted rows the drafter has not read, the newest at position lengths - 1; next_tokens [B, S]: the token after each,
+    left aligned.
     """
-    batch, width = next_tokens.shape
-    index = np.arange(width)
-    start = seqs.lengths - pending
-    real = index < pending[:, None]
-    depth = np.where(real, index, 0)
-    reach = np.broadcast_to(np.tri(width, dtype=bool), (batch, width, width))
+    slots, unread, w = _row(seqs.slots), _row(pending), sizes.window
+    start = [length - count for length, count in zip(_row(seqs.lengths), unread, strict=True)]
+    width = max(unread)
+    first = [1 + slot * sizes.max_commit for slot in slots]
+    masks = [window_mask(tuple(range(-1, width - 1)), w)] * len(slots)
     feeds: Feeds = {
-        "stream_rows": np.where(real, (1 + seqs.slots * sizes.max_commit)[:, None] + index, 0),
-        "next_tokens": np.where(real, next_tokens, 0),
-        "positions": start[:, None] + depth,
-        "mtp_window_rows": window_rows(sizes, seqs.slots, start),
-        "catchup_mask": node_mask(sizes, start, np.broadcast_to(index, (batch, width)), reach),
+        "stream_rows": _ints([[*range(n, n + k), *[0] * (width - k)] for n, k in zip(first, unread, strict=True)]),
+        "next_tokens": _ints(
+            [[*line[:k], *[0] * (width - k)] for line, k in zip(_listed(next_tokens), unread, strict=True)]
+        ),
+        "positions": _ints([[*range(n, n + k), *[n] * (width - k)] for n, k in zip(start, unread, strict=True)]),
+        "mtp_window_rows": window_rows(sizes, slots, start),
+        "catchup_mask": held_mask(masks, start, w),
     }
     if steps:
-        feeds["last_row"] = (pending - 1)[:, None]
-        feeds["root_position"] = seqs.lengths[:, None]
+        feeds["last_row"] = _ints([[count - 1] for count in unread])
+        feeds["root_position"] = _ints([[length] for length in _row(seqs.lengths)])
     if steps > 1:
-        feeds["level_mask"] = _level_mask(sizes, start, pending, width, steps - 1)
-    return feeds, np.flatnonzero(real)
+        feeds["level_mask"] = held_mask([level_mask(count, width, steps - 1, w) for count in unread], start, w)
+    return feeds, _drafter_commit(w, slots, start, unread, width)
 
 
-def _level_mask(sizes: EngineSizes, start: Ints, pending: Ints, width: int, levels: int) -> Floats:
-    """What the rows of each further level see of [sink | held window rows | accepted rows]: [B, levels, 1 + Wn + S]."""
-    depth = pending[:, None] + np.arange(levels)
-    batch = len(pending)
-    nothing = np.zeros((batch, levels, levels), bool)
-    held = node_mask(sizes, start, depth, nothing)[:, :, :-levels]
-    age = depth[:, :, None] - np.arange(width)
-    fresh = (age < sizes.window) & (np.arange(width) < pending[:, None])[:, None, :]
-    return np.concatenate([held, np.where(fresh, np.float32(0), _HIDDEN)], axis=2)
+@functools.lru_cache(maxsize=256)
+def level_mask(pending: int, width: int, levels: int, window: int) -> Floats:
+    """What the drafter's rows of level 2, 3, ... see of [sink | W - 1 held window rows | S accepted rows]: [levels, W + S].
+
+    They are the rows of a chain that goes on behind the `pending` accepted ones, but for what they see of themselves.
+    """
+    further = window_mask(tuple(range(-1, pending + levels - 1)), window)[pending:]
+    mask = np.full((levels, window + width), _HIDDEN)
+    mask[:, : window + pending] = further[:, : window + pending]
+    return mask
 
 
-def drafter_commit_tables(sizes: EngineSizes, feeds: Feeds, slots: Ints, read: Ints) -> Feeds:
-    """Where the drafter's rows of true streams go in its window ring (older rows than the ring holds go to the bin)."""
-    positions = feeds["positions"]
-    width = positions.shape[1]
-    b, position = read // width, positions.ravel()[read]
-    ring = 1 + slots[b] * sizes.window + position % sizes.window
-    if width > sizes.window:
-        ring[position <= positions.max(axis=1)[b] - sizes.window] = BIN_WINDOW_ROW
-    return {"mtp_accepted": read, "mtp_dst": ring}
+def _drafter_commit(window: int, slots: Sequence[int], start: list[int], unread: Sequence[int], width: int) -> Feeds:
+    """Where the drafter's rows of true streams go in its window ring."""
+    read: list[int] = []
+    ring: list[int] = []
+    for b, (slot, first, count) in enumerate(zip(slots, start, unread, strict=True)):
+        read += range(b * width, b * width + count)
+        ring += ring_rows(window, slot, first, first + count)
+    return {"mtp_accepted": _ints(read), "mtp_dst": _ints(ring)}
+
+
+def _row(values: Row) -> Sequence[int]:
+    return values.tolist() if isinstance(values, np.ndarray) else values
+
+
+def _listed(values: Rows) -> Sequence[Sequence[int]]:
+    return values.tolist() if isinstance(values, np.ndarray) else values
+
+
+def _ints(values: Sequence[Any]) -> Ints:
+    return np.array(values, np.int64) if values else _EMPTY

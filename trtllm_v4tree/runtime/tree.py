@@ -1,12 +1,16 @@
-"""Token trees: speculation names, ancestor matrices, node selection. Pure functions on arrays.
+"""Token trees: speculation names, ancestors, node selection. Pure functions.
 
-A batch of trees is `parents` [B, N]: parent index of each node, -1 for the root (node 0), -2 for padding; a parent precedes its children.
+A tree is the parents of its nodes: parent index, -1 for the root (node 0), -2 for padding; a parent precedes its children. Trees have
+a handful of nodes, so they are tuples and lists: at these sizes a NumPy call costs more than the loop that it saves.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +20,8 @@ from trtllm_v4tree.errors import RequestError
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 ROOT, PAD = -1, -2
+_REMEMBERED, _WIDEST_REMEMBERED = 1024, 32
+F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"s(\d+)_k(\d+)_d(\d+)")
 
 
@@ -59,45 +65,66 @@ def chain(batch: int, length: int) -> Ints:
     return np.broadcast_to(np.arange(-1, length - 1, dtype=np.int64), (batch, length))
 
 
-def ancestors(parents: Ints) -> Bools:
-    """Ancestor-or-self matrix [B, N, N]: [b, n, k] is true if k is n or an ancestor of n; padding has no ancestors."""
-    batch, n = parents.shape
-    if n == 1:
-        return parents[:, :, None] != PAD
-    if (parents[:, 1:] == np.arange(n - 1)).all():
-        return np.broadcast_to(np.tri(n, dtype=bool), (batch, n, n))
-    link = (parents[:, :, None] == np.arange(n)) | np.eye(n, dtype=bool)
-    reach = link & (parents != PAD)[:, :, None]
-    hops = 1
-    while hops < n - 1:
-        wider = np.matmul(reach, reach)
-        if (wider == reach).all():
-            break
-        reach, hops = wider, 2 * hops
-    return reach
+class TreeShape(NamedTuple):
+    """What the parents of one tree of N nodes determine; padding has no depth, no ancestors and not even itself."""
+
+    parents: tuple[int, ...]
+    depth: tuple[int, ...]
+    height: int
+    """Nodes on the longest path."""
+    reach: Bools
+    """[N, N]: [n, k] is true if k is n or an ancestor of n."""
 
 
-def select_nodes(scores: NDArray[np.floating], parents: Ints, tokens: Ints, budgets: Ints) -> tuple[Ints, Ints, Ints]:
-    """The best candidates of every sequence as a tree: candidates [B, C] by level -> candidate (-1 root, -2 padding), parent and
-    token of each node [B, N], root at 0.
-
-    Keeps `budgets[b] - 1` candidates by the strict total order (score, then depth, then index): a child never scores above its
-    parent and never precedes it, so what is kept is closed under ancestors. The token of the root is left 0.
+def remembered(make: F) -> F:
+    """Caches a pure function whose first argument is a tree's parents or a path: few shapes come again and again. Nobody may write to
+    what it returns. Wide ones (a prefill chunk) are made anew: they are rare, and their masks are large.
     """
-    batch, count = scores.shape
-    keep = min(int(budgets.max(initial=1)) - 1, count)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :keep]
-    kept = np.where(np.arange(keep) < (budgets - 1)[:, None], order, count)
-    kept.sort(axis=1)
-    place = np.full((batch, count + 1), PAD, np.int64)
-    rows = np.arange(batch)[:, None]
-    place[rows, kept] = np.arange(1, keep + 1)
-    place[:, count] = PAD
-    real = kept < count
-    source = np.minimum(kept, count - 1)
-    up = parents[rows, source]
-    linked = np.where(up < 0, 0, place[rows, np.maximum(up, 0)])
-    tree = np.concatenate([np.full((batch, 1), ROOT, np.int64), np.where(real, linked, PAD)], axis=1)
-    drafted = np.where(real, tokens[rows, source], 0)
-    chosen = np.concatenate([np.full((batch, 1), ROOT, np.int64), np.where(real, kept, PAD)], axis=1)
-    return chosen, tree, np.concatenate([np.zeros((batch, 1), np.int64), drafted], axis=1)
+    cached = functools.lru_cache(maxsize=_REMEMBERED)(make)
+
+    def call(nodes: tuple[int, ...], *args: Any) -> Any:
+        return (cached if len(nodes) <= _WIDEST_REMEMBERED else make)(nodes, *args)
+
+    return cast(F, functools.wraps(make)(call))
+
+
+@remembered
+def tree_shape(parents: tuple[int, ...]) -> TreeShape:
+    """Depths and ancestors of a tree; a parent precedes its children."""
+    reach = np.zeros((len(parents), len(parents)), bool)
+    depth = [0] * len(parents)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            reach[node] = reach[parent]
+            depth[node] = depth[parent] + 1
+        reach[node, node] = parent != PAD
+    return TreeShape(parents, tuple(depth), 1 + max(depth), reach)
+
+
+class Selected(NamedTuple):
+    """The best candidates of every sequence as a tree, lists [B][N]: candidate (-1 root, -2 padding), parent and token of each node."""
+
+    candidates: list[list[int]]
+    parents: list[list[int]]
+    tokens: list[list[int]]
+
+
+def select_nodes(
+    scores: NDArray[np.floating], parents: Ints, tokens: Ints, budgets: Ints, roots: list[int]
+) -> Selected:
+    """Keeps the `budgets[b] - 1` best candidates [B, C] by level under the token `roots[b]`.
+
+    By the strict total order (score, then depth, then index): a child never scores above its parent and never precedes it, so what is
+    kept is closed under ancestors.
+    """
+    keep = [min(budget - 1, scores.shape[1]) for budget in budgets.tolist()]
+    selected = Selected([], [], [])
+    lines = zip((-scores).tolist(), parents.tolist(), tokens.tolist(), keep, roots, strict=True)
+    for cost, up, token, count, root in lines:
+        kept = sorted(sorted(range(len(cost)), key=cost.__getitem__)[:count])
+        node_of = {ROOT: 0} | {candidate: node for node, candidate in enumerate(kept, 1)}
+        padding = [PAD] * (max(keep) - count)
+        selected.candidates.append([ROOT, *kept, *padding])
+        selected.parents.append([ROOT, *(node_of[up[c]] for c in kept), *padding])
+        selected.tokens.append([root, *(token[c] for c in kept), *([0] * len(padding))])
+    return selected

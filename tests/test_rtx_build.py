@@ -1,0 +1,229 @@
+"""`v4tree build --target tensorrt-rtx` up to the compiler, which a stand-in replaces here: refusals, files, manifest, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+
+from trtllm_v4tree.cli.main import status_of
+from trtllm_v4tree.compiler import rtx
+from trtllm_v4tree.compiler.build import BuildOptions
+from trtllm_v4tree.compiler.build import build as compile_engine
+from trtllm_v4tree.contract import GraphContract
+from trtllm_v4tree.engine_dir import MANIFEST, Manifest
+from trtllm_v4tree.errors import EngineFormatError
+from trtllm_v4tree.llm import check_engine
+
+from .oracle.tiny import write_tiny
+from .test_cli import Ran, contents, edit_manifest, refused, remove, truncate
+
+STEMS = ["target_step", "commit", "draft_catchup", "draft_s4_k3", "draft_s5_k1"]
+SMALL = ("--target", "tensorrt-rtx", "--max_seq_len", "300", "--max_batch_size", "2", "--draft_shapes", "s1_k1")
+Build = Callable[..., Ran]
+
+
+class Compiler:
+    """Takes the place of `RtxBuilder`: a plan is the list of its graph's inputs."""
+
+    def __init__(self, capabilities: Sequence[str], dtype: str = "float32") -> None:
+        assert dtype == "float32"
+        self.capabilities = capabilities
+
+    def compile(self, onnx_path: Path, spec: GraphContract, ranges: Sequence[dict[str, rtx.Range]]) -> rtx.Plan:
+        model = onnx.load(onnx_path)
+        assert [i.name for i in model.graph.input] == [t.name for t in spec.inputs]
+        assert all(rtx.bounds(t.shape, symbols) for t in spec.inputs for symbols in ranges)
+        text = " ".join([*self.capabilities, spec.name, *(o.name for o in model.graph.output)])
+        return rtx.Plan(spec.name, text.encode(), len(model.graph.node), 0.0)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rtx, "load_tensorrt_rtx", lambda: SimpleNamespace(__version__="1.7"))
+    monkeypatch.setattr(rtx, "RtxBuilder", Compiler)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "checkpoint", "w16", seed=1)
+
+
+@pytest.fixture
+def build(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Build:
+    """Builds the tiny checkpoint to `engine` with the stand-in installed."""
+    stand_in(monkeypatch)
+    command = ("build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine", *SMALL)
+    return lambda *options: run(capfd, *command, *options)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine with the default draft rounds, built once."""
+    root = tmp_path_factory.mktemp("rtx")
+    checkpoint = write_tiny(root / "checkpoint", "w16", seed=1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stand_in(monkeypatch)
+        options = BuildOptions(target="tensorrt-rtx", max_seq_len=300, max_batch_size=2, max_verify_tokens=6)
+        compile_engine(checkpoint, root / "engine", options)
+    return root / "engine"
+
+
+@pytest.fixture
+def engine(original: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(original, tmp_path / "engine"))
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> Ran:
+    capfd.readouterr()
+    status = status_of([str(a) for a in arguments])
+    return Ran(status, *capfd.readouterr())
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        (("--compute_capability", "90"), ("'90'", "80, 86, 89, 120, 121")),
+        (("--compute_capability", "7.5,89"), ("'75'", "80, 86, 89, 120, 121")),
+        (("--compute_capability", "rtx4090"), ("'rtx4090'", "80, 86, 89, 120, 121")),
+        (("--compute_capability", ","), ("no compute capability", "80, 86, 89, 120, 121")),
+        (("--dtype", "bfloat16"), ("tensorrt-rtx", "bfloat16", "--dtype float32")),
+        (("--draft_dtype", "int8"), ("tensorrt-rtx", "int8", "--draft_dtype float32")),
+        (("--max_verify_tokens", "65"), ("max_verify_tokens=65", "1 to 64")),
+        (("--draft_shapes", "s1_k300"), ("s1_k300", "1 to 16")),
+        (("--target", "tensorrt"), ("plan builder", "--target tensorrt-rtx", "--target onnxruntime")),
+        (("--target", "onnxruntime", "--compute_capability", "89"), ("compute_capability", "leave it out")),
+    ],
+)
+def test_bad_option(options: tuple[str, ...], fragments: tuple[str, ...], build: Build, tmp_path: Path) -> None:
+    refused(build(*options), *fragments)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_without_tensorrt_rtx(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named with the line that installs it; the other targets never ask for it."""
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    command = ("build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine", *SMALL)
+    refused(run(capfd, *command), "not installed", "pip install 'tensorrt-rtx>=1.7'")
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+    assert run(capfd, *command, "--target", "onnxruntime", "--no_latency_table").status == 0
+
+
+@pytest.mark.parametrize(
+    "error", [rtx.CompileError("TensorRT-RTX cannot build graph commit: why."), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failing_compiler_changes_nothing(
+    error: BaseException, existing: bool, build: Build, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if existing:
+        shutil.copytree(original, tmp_path / "engine")
+    before = contents(tmp_path)
+    compile_one = Compiler.compile
+
+    def failing(self: Compiler, onnx_path: Path, spec: GraphContract, ranges: Any) -> rtx.Plan:
+        if spec.name == "commit":
+            raise error
+        return compile_one(self, onnx_path, spec, ranges)
+
+    monkeypatch.setattr(Compiler, "compile", failing)
+    refused(build(), status=1)
+    assert contents(tmp_path) == before
+    assert len(list(tmp_path.iterdir())) == 1 + existing
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def test_engine_has_a_plan_per_graph(engine: Path) -> None:
+    assert sorted(p.name for p in engine.iterdir()) == sorted([MANIFEST, *(f"{stem}.plan" for stem in STEMS)])
+    manifest = Manifest.read(engine)
+    manifest.verify(engine)
+    assert (manifest.target, manifest.compute_capabilities) == ("tensorrt-rtx", ("SM89", "SM120"))
+    assert manifest.built_with["tensorrt-rtx"] == "1.7"
+    assert manifest.to_json() == (engine / MANIFEST).read_text()
+
+
+def test_manifest_names_what_the_plans_bind(engine: Path) -> None:
+    """Outputs as the graphs that were compiled have them, in order."""
+    graphs = {graph["name"]: graph for graph in json.loads((engine / MANIFEST).read_text())["contract"]}
+    assert list(graphs) == STEMS
+    for stem in STEMS:
+        plan = (engine / f"{stem}.plan").read_text().split()
+        assert plan == ["SM89", "SM120", stem, *(t["name"] for t in graphs[stem]["outputs"])]
+    assert "new_window_kv" in {t["name"] for t in graphs["commit"]["outputs"]}
+
+
+@pytest.mark.parametrize("given", ["80,120", "8.0,12.0", " sm_80, SM120,80"])
+def test_capabilities_as_one_writes_them(given: str, build: Build, tmp_path: Path) -> None:
+    assert build("--compute_capability", given).status == 0
+    assert Manifest.read(tmp_path / "engine").compute_capabilities == ("SM80", "SM120")
+
+
+@pytest.mark.parametrize(
+    ("budget", "shapes"), [(1, ()), (2, ((1, 3), (1, 1))), (4, ((3, 3), (3, 1))), (16, ((4, 3), (5, 1)))]
+)
+def test_default_draft_shapes_fit_the_budget(budget: int, shapes: tuple[tuple[int, int], ...]) -> None:
+    assert rtx.default_draft_shapes(budget) == shapes
+
+
+def test_options_default_to_both_chips() -> None:
+    assert BuildOptions(target="tensorrt-rtx").capabilities == ("SM89", "SM120")
+    assert BuildOptions().capabilities == ()
+
+
+def test_an_engine_of_another_target_is_replaced(build: Build, engine: Path) -> None:
+    assert build("--target", "onnxruntime", "--no_latency_table").status == 0
+    assert Manifest.read(engine).target == "onnxruntime"
+    assert not list(engine.glob("*.plan"))
+
+
+# ---------------------------------------------------------------- what reads it
+
+
+def test_inspect(engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run(capfd, "inspect", "--engine_dir", engine, "--json", "--contract").out)
+    assert (facts["target"], facts["compute_capabilities"]) == ("tensorrt-rtx", ["SM89", "SM120"])
+    assert [graph["name"] for graph in facts["contract"]] == ["target_step", "commit", "draft_s5_k1"]
+    shown = run(capfd, "inspect", "--engine_dir", engine)
+    assert shown.status == 0 and "SM89, SM120" in shown.out and "5 files" in shown.out
+
+
+def test_generate_and_serve_say_what_to_do(engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ran = run(capfd, "generate", "--engine_dir", engine, "--prompt_token_ids", "1,2")
+    refused(ran, "tensorrt-rtx (SM89, SM120)", "GPU executor", "--target onnxruntime")
+    with pytest.raises(EngineFormatError, match="GPU executor"):
+        check_engine(engine, "none")
+
+
+BAD_ENGINES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
+    "newer format": (edit_manifest(lambda d: d.update(format_version=3)), ("format 3", "update trtllm_v4tree")),
+    "no capabilities": (edit_manifest(lambda d: d.pop("compute_capabilities")), ("damaged", "compute_capabilities")),
+    "capability is no name": (edit_manifest(lambda d: d.update(compute_capabilities=[89])), ("damaged", "SM89")),
+    "another contract": (edit_manifest(lambda d: d["contract"].pop()), ("damaged", "contract")),
+    "a plan is not listed": (edit_manifest(lambda d: d["files"].pop("commit.plan")), ("damaged", "commit.plan")),
+    "a plan is missing": (remove("target_step.plan"), ("lacks the file target_step.plan",)),
+    "a plan is damaged": (truncate("target_step.plan", 0.5), ("target_step.plan", "hash")),
+    "target of the other kind": (edit_manifest(lambda d: d.update(target="onnxruntime")), ("weights.safetensors",)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENGINES)
+def test_bad_engine(name: str, engine: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    damage, fragments = BAD_ENGINES[name]
+    damage(engine)
+    refused(run(capfd, "inspect", "--engine_dir", engine, "--json"), *fragments)

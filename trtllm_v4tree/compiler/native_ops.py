@@ -1,0 +1,222 @@
+"""Lowering for the CPU with the native operators of `trtllm_v4tree.native`: a block is about ten nodes instead of two hundred.
+
+Weights are stored once, packed as the kernels read them (blocks of 16 columns), in bfloat16 where the checkpoint's values are
+bfloat16, so nothing is lost; activations and sums are float32. Every sum of a token runs in one order, whatever tokens are computed
+beside it, so a linear gives the same bits for one node and for a tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from trtllm_v4tree import native
+from trtllm_v4tree.config import ModelConfig
+from trtllm_v4tree.errors import CheckpointError
+from trtllm_v4tree.network.ops import (
+    DOMAIN,
+    AttentionDims,
+    Experts,
+    HyperGains,
+    KeySources,
+    NodeRows,
+    Op,
+    Rope,
+    V4TreeOps,
+    Value,
+)
+from trtllm_v4tree.network.weight import TensorSource, Weight
+
+LANES, PANEL = 16, 4
+"""Columns of a packed block, and blocks of a panel."""
+MAX_STREAMS = 8
+
+
+def why_not(config: ModelConfig) -> str:
+    """Why an engine of this model cannot have native operators on this machine; empty if it can."""
+    if native.library() is None:
+        return "the library was not compiled; install trtllm_v4tree where a C++ compiler is, or use --cpu_kernels onnxruntime"
+    for name in ("head_dim", "index_head_dim"):
+        if getattr(config, name) % LANES:
+            return f"{name} is {getattr(config, name)} and must be a multiple of {LANES}; use --cpu_kernels onnxruntime"
+    if config.hc_mult > MAX_STREAMS:
+        return f"hc_mult is {config.hc_mult} and may be {MAX_STREAMS} at most; use --cpu_kernels onnxruntime"
+    return ""
+
+
+class NativeOps(V4TreeOps):
+    """Emits native operators of the domain v4tree. With `half` linears are stored in bfloat16; the checkpoint must be exact in it."""
+
+    fused_experts = True
+    factored_output = True
+
+    def __init__(self, half: bool) -> None:
+        self.half = half
+
+    def _pack(self, op: Op, weight: Value, half: bool | None = None, parts: int = 1) -> Value:
+        """The packed form of a weight [.., I, O], or of `parts` equal pieces of its columns, as an initializer made once."""
+        assert isinstance(weight, Weight) and weight.name is not None
+        name, known = f"{weight.name}.packed", op.builder.root.graph.initializers
+        if name not in known:
+            known[name] = packed(weight, name, self.half if half is None else half, parts)
+        return known[name]
+
+    def linear(self, op: Op, x: Value, weight: Value) -> Value:
+        return op.PackedLinear(x, self._pack(op, weight), columns=_dims(weight)[-1], groups=1, eps=0.0, _domain=DOMAIN)
+
+    def norm_linear(self, op: Op, x: Value, norm: Value, eps: float, weight: Value) -> Value:
+        packed_weight, columns = self._pack(op, weight), _dims(weight)[-1]
+        return op.PackedLinear(x, packed_weight, norm, columns=columns, groups=1, eps=eps, _domain=DOMAIN)
+
+    def rope_tables(self, op: Op, positions: Value, inv_freq: Value) -> Rope:
+        cos, sin, neg_sin = op.RopeTables(positions, inv_freq, _domain=DOMAIN, _outputs=3)
+        return Rope(cos, sin, neg_sin)
+
+    def grouped_linear(self, op: Op, x: Value, weight: Value) -> Value:
+        groups, _, columns = _dims(weight)
+        return op.PackedLinear(
+            x, self._pack(op, weight), columns=groups * columns, groups=groups, eps=0.0, _domain=DOMAIN
+        )
+
+    def top_log_probs(self, op: Op, x: Value, head: Value, topk: int) -> tuple[Value, Value]:
+        values, tokens = op.TopLogProbs(
+            x, self._pack(op, head), columns=_dims(head)[-1], topk=topk, _domain=DOMAIN, _outputs=2
+        )
+        return values, tokens
+
+    def hyper_mix(
+        self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains
+    ) -> tuple[Value, Value, Value]:
+        x, post, comb = op.HyperMix(
+            streams, self._pack(op, fn, half=False), base, norm, streams=gains.streams, iterations=gains.iterations,
+            hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN, _outputs=3,
+        )  # fmt: skip
+        return x, post, comb
+
+    def hyper_head(self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains) -> Value:
+        return op.HyperHead(
+            streams, self._pack(op, fn, half=False), base, norm, hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN
+        )  # fmt: skip
+
+    def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value) -> Value:
+        return op.HyperPost(streams, out, post, comb, _domain=DOMAIN)
+
+    def mixture(
+        self, op: Op, x: Value, token_ids: Value, in_proj: Value, shared_out: Value, route: Value, fc1: Value, fc2: Value,
+        experts: Experts,
+    ) -> Value:  # fmt: skip
+        weights = [
+            self._pack(op, in_proj),
+            self._pack(op, shared_out),
+            self._pack(op, fc1, parts=2),
+            self._pack(op, fc2),
+        ]
+        limit = experts.limit if math.isfinite(experts.limit) else float(np.finfo(np.float32).max)
+        return op.MixtureOfExperts(
+            x, token_ids, *weights[:2], route, *weights[2:], experts=experts.count, topk=experts.topk, width=experts.width,
+            shared=experts.shared, limit=limit, scale=experts.scale, _domain=DOMAIN,
+        )  # fmt: skip
+
+    def attention_inputs(
+        self, op: Op, projected: Value, norms: tuple[Value, Value], rope: Rope, phase: Value | None,
+        biases: tuple[Value | None, Value | None], dims: AttentionDims,
+    ) -> tuple[Value, Value, Value | None, Value | None, Value | None]:  # fmt: skip
+        count = 2 + (biases[0] is not None) + 2 * (biases[1] is not None)
+        given: list[Value | None] = [projected, *norms, rope.cos, rope.sin]
+        if biases[0] is not None:
+            given += [phase, biases[0]]
+        if biases[1] is not None:
+            given.append(biases[1])
+        out = op.AttentionInputs(
+            *given, q_width=dims.q_width, head_dim=dims.head_dim, raw_width=dims.raw_width, index_width=dims.index_width,
+            index_heads=dims.index_heads, eps=dims.eps, index_scale=dims.index_scale, _domain=DOMAIN, _outputs=count,
+        )  # fmt: skip
+        q, kv, *rest = out
+        raw, index_raw, index_weights = (*rest, None, None, None)[:3]
+        return q, kv, raw, index_raw, index_weights
+
+    def pool(
+        self, op: Op, state: Value, slots: Value, raw: Value, table: Value, norm: Value, rope: Rope, dim: int, rope_dim: int, eps: float
+    ) -> Value:  # fmt: skip
+        return op.TreePool(state, slots, raw, table, norm, rope.cos, rope.sin, eps=eps, _domain=DOMAIN)
+
+    def index_select(
+        self, op: Op, rows: NodeRows, entries: Value, entry_rows: Value, branch: Value, mask: Value, rope: Rope, topk: int,
+        dims: AttentionDims,
+    ) -> Value:  # fmt: skip
+        return op.TreeIndexSelect(
+            rows.queries, rows.index_weights, entries, entry_rows, branch, mask, rope.cos, rope.sin,
+            heads=dims.index_heads, topk=topk, offset=dims.query_width, _domain=DOMAIN,
+        )  # fmt: skip
+
+    def attend(
+        self, op: Op, rows: NodeRows, keys: KeySources, sink: Value, rope: Rope, dims: AttentionDims
+    ) -> Value:  # fmt: skip
+        return op.TreeAttention(
+            rows.queries, keys.window, keys.window_rows, keys.nodes, keys.node_mask, keys.entries, keys.entry_rows,
+            keys.branch, keys.entry_mask, sink, rope.cos, rope.sin,
+            heads=dims.heads, scale=float(dims.head_dim**-0.5), eps=dims.eps, _domain=DOMAIN,
+        )  # fmt: skip
+
+    def put_rows(self, op: Op, state: Value, scratch: Value, source: Value, target: Value, layers: int) -> Value:
+        return op.PutRows(state, scratch, source, target, layers=layers, _domain=DOMAIN)
+
+    def fold_rows(self, op: Op, state: Value, raw: Value, slots: Value, table: Value, layers: int) -> Value:
+        return op.FoldRows(state, raw, slots, table, layers=layers, _domain=DOMAIN)
+
+
+def _dims(weight: Value) -> list[int]:
+    assert weight.shape is not None
+    return [int(str(dim)) for dim in weight.shape]
+
+
+def packed(weight: Weight, name: str, half: bool, parts: int) -> Weight:
+    """A weight [.., I, O] as the kernels read it: [.., parts, blocks * 16 * I], padded to whole blocks of columns (half: and pairs of
+    rows); `parts` pieces of the columns are packed apart."""
+    *outer, inputs, outputs = _dims(weight)
+    rows = inputs + inputs % 2 if half else inputs
+    shape = [*outer, parts, -(-outputs // parts // LANES) * LANES * rows]
+    dtype = ir.DataType.BFLOAT16 if half else ir.DataType.FLOAT
+    result = Weight(shape, _packer(weight.load, name, half, parts), dtype=dtype)
+    result.name = name
+    return result
+
+
+def _packer(
+    load: Callable[[TensorSource], np.ndarray], name: str, half: bool, parts: int
+) -> Callable[[TensorSource], np.ndarray]:
+    def loader(source: TensorSource) -> np.ndarray:
+        array = load(source)
+        pieces = np.moveaxis(array.reshape(*array.shape[:-1], parts, -1), -2, -3)
+        try:
+            return pack(pieces, half)
+        except ValueError as error:
+            raise CheckpointError(f"{name} {error}: build with --cpu_kernels onnxruntime.") from error
+
+    return loader
+
+
+def pack(array: np.ndarray, half: bool) -> np.ndarray:
+    """[.., I, O] -> [.., flat]: panels of 64 columns (the last one narrower), in each [I][blocks][16] or, with `half`, bfloat16
+    [I / 2][blocks][16][2]; zeros behind. One panel at a time, so that nothing but the result is held beside the array.
+
+    Raises ValueError for a value that bfloat16 cannot hold.
+    """
+    *outer, inputs, outputs = array.shape
+    rows, width = (2 if half else 1), PANEL * LANES
+    padded_inputs, padded_outputs = inputs + inputs % rows, -(-outputs // LANES) * LANES
+    packed = np.empty((*outer, padded_inputs * padded_outputs), ml_dtypes.bfloat16 if half else np.float32)
+    for first in range(0, padded_outputs, width):
+        last = min(first + width, padded_outputs)
+        panel = np.zeros((*outer, padded_inputs, last - first), packed.dtype)
+        part = array[..., first:last]
+        panel[..., :inputs, : part.shape[-1]] = part
+        if half and not np.array_equal(panel[..., :inputs, : part.shape[-1]].astype(np.float32), part):
+            raise ValueError("has values that bfloat16 cannot hold")
+        tiled = np.moveaxis(panel.reshape(*outer, -1, rows, (last - first) // LANES, LANES), -3, -1)
+        packed[..., first * padded_inputs : last * padded_inputs] = tiled.reshape(*outer, -1)
+    return packed

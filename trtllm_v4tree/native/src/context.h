@@ -1,0 +1,162 @@
+// Tensors, attributes and the thread pool of one kernel call.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "ort_abi.h"
+#include "pool.h"
+
+namespace v4tree {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline void check(OrtStatus* status) {
+  if (status != nullptr) throw Error("a call into ONNX Runtime failed");  // a fault of this library: the status is not read
+}
+
+inline void require(bool condition, const char* what) {
+  if (!condition) throw Error(what);
+}
+
+struct Tensor {
+  void* data = nullptr;
+  int type = 0;
+  int rank = 0;
+  int64_t dims[8] = {};
+
+  explicit operator bool() const { return data != nullptr || rank > 0; }
+  const float* f32() const { return static_cast<const float*>(data); }
+  const int64_t* i64() const { return static_cast<const int64_t*>(data); }
+  int64_t dim(int axis) const { return dims[axis < 0 ? rank + axis : axis]; }
+  int64_t count(int first = 0) const {  // of the axes from `first` on
+    int64_t n = 1;
+    for (int i = first; i < rank; ++i) n *= dims[i];
+    return n;
+  }
+};
+
+class Attributes {
+ public:
+  Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+  int64_t integer(const char* name) const {
+    int64_t value = 0;
+    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeInt, info_, name, &value));
+    return value;
+  }
+  float real(const char* name) const {
+    float value = 0;
+    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeFloat, info_, name, &value));
+    return value;
+  }
+
+ private:
+  const OrtApi* api_;
+  const OrtKernelInfo* info_;
+};
+
+class Context {
+ public:
+  Context(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
+
+  Tensor input(size_t index) const {
+    const OrtValue* value = nullptr;
+    check(ort::call<OrtStatus*>(api_, ort::kContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value));
+    Tensor t;
+    if (value == nullptr) return t;
+    OrtTensorInfo* info = nullptr;
+    check(ort::call<OrtStatus*>(api_, ort::kGetTensorTypeAndShape, value, &info));
+    size_t rank = 0;
+    check(ort::call<OrtStatus*>(api_, ort::kGetDimensionsCount, static_cast<const OrtTensorInfo*>(info), &rank));
+    check(ort::call<OrtStatus*>(api_, ort::kGetTensorElementType, static_cast<const OrtTensorInfo*>(info), &t.type));
+    if (rank <= 8) check(ort::call<OrtStatus*>(api_, ort::kGetDimensions, static_cast<const OrtTensorInfo*>(info), t.dims, rank));
+    ort::call<void>(api_, ort::kReleaseTensorInfo, info);
+    require(rank <= 8, "a tensor has more than 8 axes");
+    t.rank = static_cast<int>(rank);
+    check(ort::call<OrtStatus*>(api_, ort::kGetTensorMutableData, const_cast<OrtValue*>(value), &t.data));
+    return t;
+  }
+
+  void* output(size_t index, const std::vector<int64_t>& dims) const {
+    OrtValue* value = nullptr;
+    check(ort::call<OrtStatus*>(api_, ort::kContextGetOutput, context_, index, dims.data(), dims.size(), &value));
+    if (value == nullptr) return nullptr;
+    void* data = nullptr;
+    check(ort::call<OrtStatus*>(api_, ort::kGetTensorMutableData, value, &data));
+    return data;
+  }
+  float* output_f32(size_t index, const std::vector<int64_t>& dims) const { return static_cast<float*>(output(index, dims)); }
+
+  // fn(task) for every task, on the threads of the library; a failure of any is thrown here.
+  template <class Fn>
+  void parallel(int64_t tasks, const Fn& fn) const {
+    struct Job {
+      const Fn& fn;
+      std::atomic<bool> failed;
+    } job{fn, {false}};
+    run_tasks(
+        tasks,
+        [](void* user, int64_t task) {
+          Job& job = *static_cast<Job*>(user);
+          try {
+            job.fn(task);
+          } catch (...) {
+            job.failed = true;
+          }
+        },
+        &job);
+    require(!job.failed, "a part of the operator failed, for want of memory perhaps");
+  }
+
+  // fn(first, last) over pieces of [0, count), one per thread; in one piece where it would take less than two hand-overs.
+  template <class Fn>
+  void split(int64_t count, int64_t nanoseconds, const Fn& fn) const {
+    const int64_t parts = std::max<int64_t>(1, std::min({int64_t{num_threads()}, count, nanoseconds / kHandover}));
+    parallel(parts, [&](int64_t part) { fn(count * part / parts, count * (part + 1) / parts); });
+  }
+
+ private:
+  static constexpr int64_t kHandover = 1000;  // nanoseconds from one thread to another, caches included (measured)
+  const OrtApi* api_;
+  OrtKernelContext* context_;
+};
+
+// Nanoseconds of `rows` products with a weight: sums at about 50 per nanosecond, weights from memory at about 60 bytes.
+inline int64_t linear_cost(int64_t rows, const Packed& w) {
+  const int64_t elements = w.inputs * w.blocks * kLanes;
+  return std::max(rows * elements / 50, elements * (w.half ? 2 : 4) / 60);
+}
+
+// Floats that live until the call ends; one growing buffer per thread and purpose.
+inline float* scratch(std::vector<float>& buffer, int64_t count) {
+  if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
+  return buffer.data();
+}
+
+inline Packed packed(const Tensor& w, int64_t inputs) {
+  const bool half = w.type == ort::kBfloat16;
+  require(half || w.type == ort::kFloat, "a packed weight is float or bfloat16");
+  Packed p{w.data, half, inputs, 0};
+  require(w.count() % (p.rows() * kLanes) == 0, "a packed weight does not fit its input");
+  p.blocks = w.count() / (p.rows() * kLanes);
+  return p;
+}
+
+// The packed weight number e of a stack of `count`.
+inline Packed part_of(const Tensor& stack, int64_t inputs, int64_t count, int64_t e) {
+  Packed w = packed(stack, inputs);
+  require(w.blocks % count == 0, "a stack of packed weights has the wrong size");
+  const int64_t elements = w.blocks / count * w.rows() * kLanes;
+  w.data = static_cast<char*>(stack.data) + e * elements * (w.half ? 2 : 4);
+  w.blocks /= count;
+  return w;
+}
+
+}  // namespace v4tree

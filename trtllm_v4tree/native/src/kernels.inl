@@ -1,0 +1,333 @@
+// Bodies of the kernels; included once per instruction set inside its own namespace.
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+
+#define V4_INLINE static inline __attribute__((always_inline))
+
+V4_INLINE vf load(const float* p) {
+  vf v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+V4_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
+V4_INLINE vf splat(float x) { return vf{} + x; }
+V4_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+V4_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+
+V4_INLINE float total(vf v) {
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+}
+
+// e^x to about one unit in the last place; exactly 0 below -87.3 (so for -inf), saturating above 88.
+V4_INLINE vf vexp(vf x) {
+  const vf clamped = vmin(vmax(x, splat(-87.3f)), splat(88.0f));
+  const vf whole = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const vf r = (clamped - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const vi power = (__builtin_convertvector(whole, vi) + 127) << 23;
+  vf scale;
+  __builtin_memcpy(&scale, &power, sizeof scale);
+  return x < -87.3f ? vf{} : p * scale;
+}
+
+V4_INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
+
+// acc[r][c] += sum_i x[r][i] w[i][c] over blocks that lie side by side; `stride` elements from a row (a pair of rows) to the next.
+template <int R, int C>
+V4_INLINE void tile_float(const float* const* x, const float* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
+  for (int64_t i = 0; i < inputs; ++i, w += stride) {
+    vf wv[C];
+    for (int c = 0; c < C; ++c) wv[c] = load(w + c * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) acc[r][c] += x[r][i] * wv[c];
+  }
+}
+
+template <int R, int C>
+V4_INLINE void tile_half(const float* const* x, const uint16_t* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
+  for (int64_t i = 0; i < inputs; i += 2, w += stride) {
+    vu pair[C];
+    vf part[C];
+    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], w + c * 2 * kLanes, sizeof pair[c]);
+    for (int c = 0; c < C; ++c) {
+      const vu even = pair[c] << 16;
+      __builtin_memcpy(&part[c], &even, sizeof even);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) acc[r][c] += x[r][i] * part[c];
+    if (i + 1 == inputs) break;
+    for (int c = 0; c < C; ++c) {
+      const vu odd = pair[c] & 0xffff0000u;
+      __builtin_memcpy(&part[c], &odd, sizeof odd);
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) acc[r][c] += x[r][i + 1] * part[c];
+  }
+}
+
+template <int R, int C>
+static void linear_tile(const float* x, int64_t ldx, const Packed& w, int64_t first, float* y, int64_t ldy, int64_t columns) {
+  const float* rows[R];
+  for (int r = 0; r < R; ++r) rows[r] = x + r * ldx;
+  vf acc[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = vf{};
+  const int64_t stride = w.wide(first) * kLanes;
+  if (w.half)
+    tile_half<R, C>(rows, static_cast<const uint16_t*>(w.data) + w.offset(first), 2 * stride, w.inputs, acc);
+  else
+    tile_float<R, C>(rows, static_cast<const float*>(w.data) + w.offset(first), stride, w.inputs, acc);
+  for (int c = 0; c < C; ++c) {
+    const int64_t column = (first + c) * kLanes;
+    const int64_t left = columns - column;
+    for (int r = 0; r < R; ++r) {
+      float* to = y + r * ldy + column;
+      if (left >= kLanes)
+        store(to, acc[r][c]);
+      else
+        for (int64_t j = 0; j < left; ++j) to[j] = acc[r][c][j];
+    }
+  }
+}
+
+// Rows in tiles of R, what is left in smaller ones.
+template <int R, int C>
+static void linear_rows(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, float* y, int64_t ldy,
+                        int64_t columns) {
+  for (; rows >= R; rows -= R, x += R * ldx, y += R * ldy) linear_tile<R, C>(x, ldx, w, first, y, ldy, columns);
+  if constexpr (R > 1)
+    if (rows > 0) linear_rows<R - 1, C>(x, ldx, rows, w, first, y, ldy, columns);
+}
+
+// Column blocks first..last in the widest pieces that stay within a panel and, with the rows, within the registers.
+static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, int64_t last, float* y,
+                   int64_t ldy, int64_t columns) {
+  constexpr int Wide = kTileRegisters / 4 > 0 ? kTileRegisters / 4 : 1, Narrow = kTileRegisters / 2;
+  for (int64_t b = first; b < last;) {
+    const int64_t left = (last < b / kPanel * kPanel + kPanel ? last : b / kPanel * kPanel + kPanel) - b;
+    if (left == 4 && (rows <= Wide || Narrow < 4)) {
+      linear_rows<Wide, 4>(x, ldx, rows, w, b, y, ldy, columns);
+      b += 4;
+    } else if (left >= 2) {
+      linear_rows<Narrow, 2>(x, ldx, rows, w, b, y, ldy, columns);
+      b += 2;
+    } else {
+      linear_rows<Narrow, 1>(x, ldx, rows, w, b, y, ldy, columns);
+      b += 1;
+    }
+  }
+}
+
+template <int R>
+V4_INLINE void score_tile(const float* const* keys, const float* query, const float* mask, float* to, int64_t dim) {
+  vf acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = vf{};
+  for (int64_t i = 0; i < dim; ++i) {
+    const vf q = load(query + i * kLanes);
+    for (int r = 0; r < R; ++r) acc[r] += keys[r][i] * q;
+  }
+  for (int r = 0; r < R; ++r) store(to + r * kLanes, acc[r] + load(mask + r * kLanes));
+}
+
+static void scores(const float* const* keys, int64_t num_keys, const float* query, const float* mask, float* to, int64_t dim) {
+  constexpr int R = kTileRegisters < 8 ? kTileRegisters : 8;
+  int64_t k = 0;
+  for (; k + R <= num_keys; k += R) score_tile<R>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
+  for (; k < num_keys; ++k) score_tile<1>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
+}
+
+template <int R, int C>
+V4_INLINE void value_tile(const AttentionGroup& g, int64_t row, int64_t column, const float* inverse) {
+  vf acc[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = vf{};
+  for (int64_t k = 0; k < g.num_keys; ++k) {
+    const float* p = g.scores + k * kLanes + row;
+    vf v[C];
+    for (int c = 0; c < C; ++c) v[c] = load(g.keys[k] + column + c * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) acc[r][c] += p[r] * v[c];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(g.out + (row + r) * g.head_dim + column + c * kLanes, acc[r][c] * inverse[row + r]);
+}
+
+template <int C>
+V4_INLINE void value_columns(const AttentionGroup& g, int64_t column, const float* inverse) {
+  constexpr int R = kTileRegisters / C < 4 ? kTileRegisters / C : 4;
+  int64_t row = 0;
+  for (; row + R <= g.rows; row += R) value_tile<R, C>(g, row, column, inverse);
+  for (; row < g.rows; ++row) value_tile<1, C>(g, row, column, inverse);
+}
+
+static void attention(const AttentionGroup& g) {
+  int64_t k;
+  scores(g.keys, g.num_keys, g.query, g.mask, g.scores, g.head_dim);
+  store(g.scores, load(g.scores) + load(g.sink));
+  vf top = load(g.scores);
+  for (k = 1; k < g.num_keys; ++k) top = vmax(top, load(g.scores + k * kLanes));
+  vf sum = vf{};
+  for (k = 0; k < g.num_keys; ++k) {
+    const vf p = vexp(load(g.scores + k * kLanes) - top);
+    sum += p;
+    store(g.scores + k * kLanes, p);
+  }
+  float inverse[kLanes];
+  store(inverse, 1.0f / sum);
+  int64_t column = 0;
+  for (; column + 4 * kLanes <= g.head_dim; column += 4 * kLanes) value_columns<4>(g, column, inverse);
+  for (; column < g.head_dim; column += kLanes) value_columns<1>(g, column, inverse);
+}
+
+static void sinkhorn(float* c, int64_t m, int64_t iterations, float eps) {
+  for (int64_t i = 0; i < m; ++i) {
+    float* row = c + i * m * kLanes;
+    vf top = load(row), sum = vf{};
+    for (int64_t j = 1; j < m; ++j) top = vmax(top, load(row + j * kLanes));
+    for (int64_t j = 0; j < m; ++j) {
+      const vf e = vexp(load(row + j * kLanes) - top);
+      sum += e;
+      store(row + j * kLanes, e);
+    }
+    for (int64_t j = 0; j < m; ++j) store(row + j * kLanes, load(row + j * kLanes) / sum + eps);
+  }
+  const auto normalise = [=](int64_t outer, int64_t inner) {
+    for (int64_t i = 0; i < m; ++i) {
+      float* line = c + i * outer * kLanes;
+      vf sum = vf{};
+      for (int64_t j = 0; j < m; ++j) sum += load(line + j * inner * kLanes);
+      const vf inverse = 1.0f / (sum + eps);
+      for (int64_t j = 0; j < m; ++j) store(line + j * inner * kLanes, load(line + j * inner * kLanes) * inverse);
+    }
+  };
+  normalise(1, m);
+  for (int64_t t = 1; t < iterations; ++t) {
+    normalise(m, 1);
+    normalise(1, m);
+  }
+}
+
+V4_INLINE vf gated(vf gate, vf up, float limit, float scale) {
+  const vf g = vmin(gate, splat(limit)), u = vmin(vmax(up, splat(-limit)), splat(limit));
+  return g * vsigmoid(g) * u * scale;
+}
+
+static void swiglu(const float* gate, const float* up, float* out, int64_t count, float limit, float scale) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, gated(load(gate + i), load(up + i), limit, scale));
+  if (i == count) return;
+  float g[kLanes] = {}, u[kLanes] = {}, y[kLanes];
+  const size_t bytes = (count - i) * sizeof(float);
+  __builtin_memcpy(g, gate + i, bytes);
+  __builtin_memcpy(u, up + i, bytes);
+  store(y, gated(load(g), load(u), limit, scale));
+  __builtin_memcpy(out + i, y, bytes);
+}
+
+static void add(const float* x, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] += x[i];
+}
+
+static void sigmoid(float* x, int64_t count) {
+  float v[kLanes] = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const size_t bytes = (count - i < kLanes ? count - i : kLanes) * sizeof(float);
+    __builtin_memcpy(v, x + i, bytes);
+    store(v, vsigmoid(load(v)));
+    __builtin_memcpy(x + i, v, bytes);
+  }
+}
+
+static float mean_square(const float* x, int64_t count) {
+  vf acc = vf{};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) acc += load(x + i) * load(x + i);
+  float sum = total(acc);
+  for (; i < count; ++i) sum += x[i] * x[i];
+  return sum / count;
+}
+
+static void rms_norm(const float* x, const float* weight, float* out, int64_t count, float eps) {
+  const float scale = 1.0f / __builtin_sqrtf(mean_square(x, count) + eps);
+  if (weight == nullptr)
+    for (int64_t i = 0; i < count; ++i) out[i] = x[i] * scale;
+  else
+    for (int64_t i = 0; i < count; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+static void mix(const float* x, int64_t stride, const float* a, int64_t terms, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = a[0] * x[i];
+  for (int64_t j = 1; j < terms; ++j)
+    for (int64_t i = 0; i < count; ++i) out[i] += a[j] * x[j * stride + i];
+}
+
+struct Pooled {
+  vf top, sum, value;
+};
+
+V4_INLINE Pooled pooled(const float* const* rows, int64_t num_rows, int64_t dim, int64_t c) {
+  vf top = load(rows[0] + c);
+  for (int64_t r = 1; r < num_rows; ++r) top = vmax(top, load(rows[r] + c));
+  vf sum = vf{}, value = vf{};
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const vf e = vexp(load(rows[r] + c) - top);
+    sum += e;
+    value += e * load(rows[r] + dim + c);
+  }
+  return {top, sum, value / sum};
+}
+
+static void pool(const float* const* rows, int64_t num_rows, int64_t dim, float* out) {
+  for (int64_t c = 0; c < dim; c += kLanes) store(out + c, pooled(rows, num_rows, dim, c).value);
+}
+
+static void fold(const float* const* rows, int64_t num_rows, int64_t dim, float* out) {
+  for (int64_t c = 0; c < dim; c += kLanes) {
+    const Pooled p = pooled(rows, num_rows, dim, c);
+    for (int i = 0; i < kLanes; ++i) out[c + i] = p.top[i] + __builtin_logf(p.sum[i]);
+    store(out + dim + c, p.value);
+  }
+}
+
+V4_INLINE float largest(vf v) {
+  float top = v[0];
+  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+}
+
+static float log_sum_exp(const float* x, int64_t count) {
+  vf tops = splat(x[0]), acc = vf{};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) tops = vmax(tops, load(x + i));
+  float top = largest(tops);
+  for (; i < count; ++i) top = x[i] > top ? x[i] : top;
+  for (i = 0; i + kLanes <= count; i += kLanes) acc += vexp(load(x + i) - top);
+  float sum = total(acc);
+  for (; i < count; ++i) sum += __builtin_expf(x[i] - top);
+  return top + __builtin_logf(sum);
+}
+
+static int64_t next_above(const float* x, int64_t from, int64_t count, float floor) {
+  for (; from + kLanes <= count; from += kLanes) {
+    const vi above = load(x + from) > floor;
+    int32_t any = 0;
+    for (int i = 0; i < kLanes; ++i) any |= above[i];
+    if (any) break;
+  }
+  while (from < count && !(x[from] > floor)) ++from;
+  return from;
+}
+
+extern const Kernels table;
+const Kernels table = {V4_NAME, linear,   attention, scores, sinkhorn, swiglu, add, sigmoid, rms_norm, mean_square,
+                       mix,     pool,     fold,     log_sum_exp, next_above};

@@ -1,0 +1,10 @@
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#define V4_NAME "avx512"
+namespace v4tree::avx512 {
+constexpr int kTileRegisters = 24;
+#include "kernels.inl"
+}  // namespace v4tree::avx512
+#endif

@@ -1,0 +1,282 @@
+// Operators that are local to a token: linear, hyper-connections, mixture of experts, top log-probabilities.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "ops.h"
+
+namespace v4tree {
+
+static std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
+  std::vector<int64_t> dims(x.dims, x.dims + x.rank);
+  dims.back() = last;
+  return dims;
+}
+
+static void linear_parallel(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* y, int64_t columns) {
+  ctx.split(w.blocks, linear_cost(rows, w), [&](int64_t first, int64_t last) {
+    kernels().linear(x, w.inputs, rows, w, first, last, y, columns, columns);
+  });
+}
+
+// x [.., groups * I], packed weight [groups][I, columns / groups], norm [groups * I] or none -> [.., columns]; a group of columns reads
+// its group of inputs; with a norm every row is normed first
+Linear::Linear(const Attributes& a) : columns(a.integer("columns")), groups(a.integer("groups")), eps(a.real("eps")) {
+  require(groups >= 1 && columns % groups == 0, "the columns do not divide into the groups");
+}
+void Linear::run(const Context& ctx) const {
+  const Tensor x = ctx.input(0), weight = ctx.input(1), norm = ctx.input(2);
+  const int64_t inputs = x.dim(-1) / groups, rows = x.count() / x.dim(-1), width = columns / groups;
+  require(x.dim(-1) % groups == 0, "the inputs do not divide into the groups");
+  const Packed one = part_of(weight, inputs, groups, 0);
+  const int64_t blocks = one.blocks;
+  require(blocks == (width + kLanes - 1) / kLanes, "the packed weight does not fit the output");
+  float* y = ctx.output_f32(0, with_last(x, columns));
+  const float* from_rows = x.f32();
+  thread_local std::vector<float> buffer;
+  if (norm) {
+    require(norm.count() == x.dim(-1), "the norm does not fit the input");
+    float* normed = scratch(buffer, x.count());
+    for (int64_t r = 0; r < rows; ++r)
+      kernels().rms_norm(x.f32() + r * x.dim(-1), norm.f32(), normed + r * x.dim(-1), x.dim(-1), eps);
+    from_rows = normed;
+  }
+  ctx.split(groups * blocks, groups * linear_cost(rows, one), [&](int64_t first, int64_t last) {
+    for (int64_t g = first / blocks; g * blocks < last; ++g) {
+      const int64_t from = std::max<int64_t>(first - g * blocks, 0), to = std::min(last - g * blocks, blocks);
+      kernels().linear(from_rows + g * inputs, x.dim(-1), rows, part_of(weight, inputs, groups, g), from, to, y + g * width, columns, width);
+    }
+  });
+}
+
+HyperMix::HyperMix(const Attributes& a)
+    : m(a.integer("streams")), iterations(a.integer("iterations")), hc_eps(a.real("hc_eps")), norm_eps(a.real("norm_eps")) {
+  require(m >= 1 && m <= 8, "the number of streams goes from 1 to 8");
+}
+
+// streams [B, N, m, D], packed fn [m D, 2 m + m m], base [2 m + m m], norm [D] -> normed input [B, N, D], post [B, N, 1, m], comb [B, N, m, m]
+void HyperMix::run(const Context& ctx) const {
+  const Tensor streams = ctx.input(0), base = ctx.input(2), norm = ctx.input(3);
+  const int64_t dim = streams.dim(-1), rows = streams.count() / (m * dim), gains = 2 * m + m * m;
+  const Packed fn = packed(ctx.input(1), m * dim);
+  require(base.count() == gains && norm.count() == dim, "the base or norm of a hyper-connection has the wrong size");
+  const int64_t batch = streams.dim(0), nodes = streams.dim(1);
+  float* x = ctx.output_f32(0, {batch, nodes, dim});
+  float* post = ctx.output_f32(1, {batch, nodes, 1, m});
+  float* comb = ctx.output_f32(2, {batch, nodes, m, m});
+  const int64_t group = std::min<int64_t>(kLanes, rows);
+  ctx.parallel((rows + group - 1) / group, [&](int64_t task) {
+    const int64_t first = task * group, count = std::min(group, rows - first);
+    const float* z = streams.f32() + first * m * dim;
+    std::vector<float> mix(count * gains), lanes(m * m * kLanes, 0.0f);
+    kernels().linear(z, m * dim, count, fn, 0, fn.blocks, mix.data(), gains, gains);
+    for (int64_t r = 0; r < count; ++r) {
+      float* row = mix.data() + r * gains;
+      const float scale = 1.0f / std::sqrt(kernels().mean_square(z + r * m * dim, m * dim) + norm_eps);
+      for (int64_t g = 0; g < gains; ++g) row[g] = row[g] * scale + base.f32()[g];
+      for (int64_t g = 0; g < m * m; ++g) lanes[g * kLanes + r] = row[2 * m + g];
+      kernels().sigmoid(row, 2 * m);
+      for (int64_t j = 0; j < m; ++j) post[(first + r) * m + j] = 2 * row[m + j], row[j] += hc_eps;
+      float* out = x + (first + r) * dim;
+      kernels().mix(z + r * m * dim, dim, row, m, out, dim);
+      kernels().rms_norm(out, norm.f32(), out, dim, norm_eps);
+    }
+    kernels().sinkhorn(lanes.data(), m, iterations, hc_eps);
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t g = 0; g < m * m; ++g) comb[(first + r) * m * m + g] = lanes[g * kLanes + r];
+  });
+}
+
+// streams [B, N, m, D], out [B, N, D], post [B, N, 1, m], comb [B, N, m, m] -> post[k] out + sum_j comb[j, k] streams[j]
+void HyperPost::run(const Context& ctx) const {
+  const Tensor streams = ctx.input(0), out = ctx.input(1), post = ctx.input(2), comb = ctx.input(3);
+  const int64_t m = streams.dim(2), dim = streams.dim(3), rows = streams.count() / (m * dim);
+  require(out.count() == rows * dim && post.count() == rows * m && comb.count() == rows * m * m, "hyper-connection shapes differ");
+  float* result = ctx.output_f32(0, {streams.dim(0), streams.dim(1), m, dim});
+  ctx.split(rows, rows * m * (m + 1) * dim / 16, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t k = 0; k < m; ++k) {
+        float gains[8];
+        for (int64_t j = 0; j < m; ++j) gains[j] = comb.f32()[(r * m + j) * m + k];
+        float* to = result + (r * m + k) * dim;
+        kernels().mix(streams.f32() + r * m * dim, dim, gains, m, to, dim);
+        const float share = post.f32()[r * m + k];
+        const float* o = out.f32() + r * dim;
+        for (int64_t i = 0; i < dim; ++i) to[i] += share * o[i];
+      }
+  });
+}
+
+// streams [.., m, D], packed fn [m D, m], base [m], norm [D] -> normed sum of the streams [.., D]
+HyperHead::HyperHead(const Attributes& a) : hc_eps(a.real("hc_eps")), norm_eps(a.real("norm_eps")) {}
+void HyperHead::run(const Context& ctx) const {
+  const Tensor streams = ctx.input(0), base = ctx.input(2), norm = ctx.input(3);
+  const int64_t m = streams.dim(-2), dim = streams.dim(-1), rows = streams.count() / (m * dim);
+  const Packed fn = packed(ctx.input(1), m * dim);
+  require(base.count() == m && norm.count() == dim, "the base or norm of the head has the wrong size");
+  float* x = ctx.output_f32(0, {streams.dim(0), streams.dim(1), dim});
+  ctx.split(rows, linear_cost(rows, fn), [&](int64_t first, int64_t last) {
+    std::vector<float> mix((last - first) * m);
+    kernels().linear(streams.f32() + first * m * dim, m * dim, last - first, fn, 0, fn.blocks, mix.data(), m, m);
+    for (int64_t r = first; r < last; ++r) {
+      const float* z = streams.f32() + r * m * dim;
+      float* row = mix.data() + (r - first) * m;
+      const float scale = 1.0f / std::sqrt(kernels().mean_square(z, m * dim) + norm_eps);
+      for (int64_t j = 0; j < m; ++j) row[j] = row[j] * scale + base.f32()[j];
+      kernels().sigmoid(row, m);
+      for (int64_t j = 0; j < m; ++j) row[j] += hc_eps;
+      kernels().mix(z, dim, row, m, x + r * dim, dim);
+      kernels().rms_norm(x + r * dim, norm.f32(), x + r * dim, dim, norm_eps);
+    }
+  });
+}
+
+MixtureOfExperts::MixtureOfExperts(const Attributes& a)
+    : experts(a.integer("experts")), topk(a.integer("topk")), width(a.integer("width")), shared(a.integer("shared")),
+      limit(a.real("limit")), scale(a.real("scale")) {
+  require(topk >= 1 && topk <= experts, "topk goes from 1 to the number of experts");
+}
+
+namespace {
+
+struct Routing {
+  std::vector<int64_t> start;  // [experts + 1] into token and share
+  std::vector<int64_t> token;  // tokens of expert 0, of expert 1, ..
+  std::vector<float> share;
+};
+
+}  // namespace
+
+static float router_score(float logit) {  // sqrt(softplus)
+  return std::sqrt(logit > 20.0f ? logit : std::log1p(std::exp(logit)));
+}
+
+// hidden [rows, ldx]: router logits in the first columns; route: bias [E] or expert ids by token [V, k]
+static Routing route_tokens(const MixtureOfExperts& op, const float* hidden, int64_t ldx, int64_t rows, const Tensor& route,
+                            const int64_t* tokens) {
+  const bool hashed = route.type == ort::kInt64;
+  std::vector<int64_t> chosen(rows * op.topk), order(op.experts);
+  std::vector<float> weight(rows * op.topk), score(op.experts), biased(op.experts);
+  Routing r;
+  r.start.assign(op.experts + 1, 0);
+  for (int64_t t = 0; t < rows; ++t) {
+    for (int64_t e = 0; e < op.experts; ++e) score[e] = router_score(hidden[t * ldx + e]);
+    if (hashed) {
+      require(tokens[t] >= 0 && tokens[t] < route.dim(0), "a token id is out of range");
+      std::copy_n(route.i64() + tokens[t] * op.topk, op.topk, chosen.begin() + t * op.topk);
+    } else {
+      for (int64_t e = 0; e < op.experts; ++e) biased[e] = score[e] + route.f32()[e];
+      std::iota(order.begin(), order.end(), 0);
+      std::partial_sort(order.begin(), order.begin() + op.topk, order.end(), [&](int64_t a, int64_t b) {
+        return biased[a] > biased[b] || (biased[a] == biased[b] && a < b);
+      });
+      std::copy_n(order.begin(), op.topk, chosen.begin() + t * op.topk);
+    }
+    float sum = 0;
+    for (int64_t k = 0; k < op.topk; ++k) {
+      const int64_t e = chosen[t * op.topk + k];
+      require(e >= 0 && e < op.experts, "an expert id is out of range");
+      sum += weight[t * op.topk + k] = score[e];
+      ++r.start[e + 1];
+    }
+    for (int64_t k = 0; k < op.topk; ++k) weight[t * op.topk + k] *= op.scale / sum;
+  }
+  for (int64_t e = 0; e < op.experts; ++e) r.start[e + 1] += r.start[e];
+  r.token.resize(rows * op.topk);
+  r.share.resize(rows * op.topk);
+  std::vector<int64_t> next(r.start.begin(), r.start.end() - 1);
+  for (int64_t i = 0; i < rows * op.topk; ++i) {
+    const int64_t at = next[chosen[i]]++;
+    r.token[at] = i / op.topk;
+    r.share[at] = weight[i];
+  }
+  return r;
+}
+
+// x [.., D], token ids [..], in_proj [D, E + 2 S] (router | shared gate | shared up), shared_out [S, D], route, fc1 [E][gate, up][D, I],
+// fc2 [E][I, D], all packed -> shared expert + scale * sum of the routed ones [.., D]
+void MixtureOfExperts::run(const Context& ctx) const {
+  const Tensor x = ctx.input(0), tokens = ctx.input(1), route = ctx.input(4), fc1 = ctx.input(5), fc2 = ctx.input(6);
+  const int64_t dim = x.dim(-1), rows = x.count() / dim, in_width = experts + 2 * shared, pairs = rows * topk;
+  const Packed in_proj = packed(ctx.input(2), dim), shared_out = packed(ctx.input(3), shared);
+  require(tokens.count() == rows, "there is not one token id per row");
+  float* out = ctx.output_f32(0, with_last(x, dim));
+  thread_local std::vector<float> buffer;
+  float* hidden = scratch(buffer, rows * (in_width + shared) + pairs * (2 * dim + 3 * width));
+  float* shared_act = hidden + rows * in_width;
+  float* gathered = shared_act + rows * shared;
+  float* gate = gathered + pairs * dim;
+  float* up = gate + pairs * width;
+  float* act = up + pairs * width;
+  float* sums = act + pairs * width;
+
+  linear_parallel(ctx, x.f32(), rows, in_proj, hidden, in_width);
+  const Routing r = route_tokens(*this, hidden, in_width, rows, route, tokens.i64());
+  for (int64_t i = 0; i < pairs; ++i) std::copy_n(x.f32() + r.token[i] * dim, dim, gathered + i * dim);
+
+  // Every thread takes the same share of the columns of every expert.
+  const auto each_expert = [&](auto&& body) {
+    for (int64_t e = 0; e < experts; ++e)
+      if (const int64_t count = r.start[e + 1] - r.start[e]) body(e, r.start[e], count);
+  };
+  const int64_t cost = 2 * linear_cost(pairs, part_of(fc1, dim, 2 * experts, 0));
+  const int64_t blocks = part_of(fc1, dim, 2 * experts, 0).blocks;
+  ctx.split(blocks, cost, [&](int64_t from, int64_t to) {
+    const int64_t left = from * kLanes, right = std::min(to * kLanes, width);
+    each_expert([&](int64_t e, int64_t first, int64_t count) {
+      const float* rows_of = gathered + first * dim;
+      kernels().linear(rows_of, dim, count, part_of(fc1, dim, 2 * experts, 2 * e), from, to, gate + first * width, width, width);
+      kernels().linear(rows_of, dim, count, part_of(fc1, dim, 2 * experts, 2 * e + 1), from, to, up + first * width, width, width);
+      for (int64_t i = first; i < first + count; ++i) {
+        const int64_t at = i * width + left;
+        kernels().swiglu(gate + at, up + at, act + at, right - left, limit, r.share[i]);
+      }
+    });
+    const int64_t shared_left = shared * from / blocks, shared_right = shared * to / blocks;
+    for (int64_t t = 0; t < rows; ++t) {
+      const float* h = hidden + t * in_width + experts + shared_left;
+      kernels().swiglu(h, h + shared, shared_act + t * shared + shared_left, shared_right - shared_left, limit, 1.0f);
+    }
+  });
+  ctx.split(shared_out.blocks, cost / 2 + linear_cost(rows, shared_out), [&](int64_t from, int64_t to) {
+    const int64_t left = from * kLanes, right = std::min(dim, to * kLanes);
+    kernels().linear(shared_act, shared, rows, shared_out, from, to, out, dim, dim);
+    each_expert([&](int64_t e, int64_t first, int64_t count) {
+      kernels().linear(act + first * width, width, count, part_of(fc2, width, experts, e), from, to, sums + first * dim, dim, dim);
+      for (int64_t i = first; i < first + count; ++i) kernels().add(sums + i * dim + left, out + r.token[i] * dim + left, right - left);
+    });
+  });
+}
+
+// x [.., D], packed head [D, V] -> the k largest log-probabilities, descending, and their tokens [.., k]
+TopLogProbs::TopLogProbs(const Attributes& a) : columns(a.integer("columns")), topk(a.integer("topk")) {
+  require(topk >= 1 && topk <= columns, "topk goes from 1 to the size of the vocabulary");
+}
+void TopLogProbs::run(const Context& ctx) const {
+  const Tensor x = ctx.input(0);
+  const Packed w = packed(ctx.input(1), x.dim(-1));
+  const int64_t rows = x.count() / x.dim(-1);
+  float* values = ctx.output_f32(0, with_last(x, topk));
+  int64_t* tokens = static_cast<int64_t*>(ctx.output(1, with_last(x, topk)));
+  thread_local std::vector<float> buffer;
+  float* logits = scratch(buffer, rows * columns);
+  linear_parallel(ctx, x.f32(), rows, w, logits, columns);
+  ctx.split(rows, rows * columns * 2, [&](int64_t first, int64_t last) {
+    std::vector<std::pair<float, int64_t>> best(topk);
+    for (int64_t r = first; r < last; ++r) {
+      const float* row = logits + r * columns;
+      const auto insert = [&](int64_t held, int64_t c) {  // into a short sorted list; equal values keep the lower token first
+        int64_t at = held;
+        for (; at > 0 && row[c] > best[at - 1].first; --at)
+          if (at < topk) best[at] = best[at - 1];
+        if (at < topk) best[at] = {row[c], c};
+      };
+      for (int64_t c = 0; c < topk; ++c) insert(c, c);
+      for (int64_t c = topk; (c = kernels().next_above(row, c, columns, best[topk - 1].first)) < columns; ++c) insert(topk, c);
+      const float norm = kernels().log_sum_exp(row, columns);
+      for (int64_t k = 0; k < topk; ++k) values[r * topk + k] = best[k].first - norm, tokens[r * topk + k] = best[k].second;
+    }
+  });
+}
+
+}  // namespace v4tree

@@ -1,0 +1,236 @@
+// Operators that know the tree: compressor pools, indexer selection, attention over window, nodes, entries and branch entries.
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "ops.h"
+
+namespace v4tree {
+
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+// Interleaved rotation of the leading 2 * half values of a head.
+static void rotate(float* x, const float* cos, const float* sin, int64_t half, float sign) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[2 * i], b = x[2 * i + 1], s = sign * sin[i];
+    x[2 * i] = a * cos[i] - b * s;
+    x[2 * i + 1] = a * s + b * cos[i];
+  }
+}
+
+// positions [B, S], inverse frequencies [rope / 2] -> cos, sin, -sin [B, S, rope / 2]
+void RopeTables::run(const Context& ctx) const {
+  const Tensor positions = ctx.input(0), frequencies = ctx.input(1);
+  const int64_t count = positions.count(), half = frequencies.count();
+  const std::vector<int64_t> dims{positions.dim(0), positions.dim(1), half};
+  float *cos = ctx.output_f32(0, dims), *sin = ctx.output_f32(1, dims), *neg = ctx.output_f32(2, dims);
+  for (int64_t i = 0; i < count * half; ++i) {
+    const float angle = static_cast<float>(positions.i64()[i / half]) * frequencies.f32()[i % half];
+    cos[i] = std::cos(angle);
+    sin[i] = std::sin(angle);
+    neg[i] = -sin[i];
+  }
+}
+
+AttentionInputs::AttentionInputs(const Attributes& a)
+    : q_width(a.integer("q_width")), head_dim(a.integer("head_dim")), raw_width(a.integer("raw_width")),
+      index_width(a.integer("index_width")), index_heads(a.integer("index_heads")), eps(a.real("eps")),
+      index_scale(a.real("index_scale")) {}
+
+// projected [B, N, q | kv | raw | index raw | index weights], q_norm, kv_norm, cos, sin [B, N, rope / 2], phase [B, N], ape and index ape
+// [ratio, width] -> normed q input, window row (normed, rotated), raw rows with their position bias, index raw rows, index weights
+void AttentionInputs::run(const Context& ctx) const {
+  const Tensor x = ctx.input(0), q_norm = ctx.input(1), kv_norm = ctx.input(2), cos = ctx.input(3), sin = ctx.input(4);
+  const Tensor phase = ctx.input(5), ape = ctx.input(6), index_ape = ctx.input(7);
+  const int64_t batch = x.dim(0), nodes = x.dim(1), width = x.dim(2), rows = batch * nodes, half = cos.dim(-1);
+  require(width == q_width + head_dim + raw_width + index_width + index_heads, "the projected width is not the sum of its parts");
+  require(q_norm.count() == q_width && kv_norm.count() == head_dim && 2 * half <= head_dim, "a norm or rotation has the wrong size");
+  require(raw_width == 0 || (phase.count() == rows && ape.dim(-1) == raw_width), "the position bias has the wrong size");
+  float* q = ctx.output_f32(0, {batch, nodes, q_width});
+  float* kv = ctx.output_f32(1, {batch, nodes, head_dim});
+  float* raw = raw_width ? ctx.output_f32(2, {batch, nodes, raw_width}) : nullptr;
+  float* index_raw = index_width ? ctx.output_f32(3, {batch, nodes, index_width}) : nullptr;
+  float* index_weights = index_heads ? ctx.output_f32(4, {batch, nodes, index_heads}) : nullptr;
+  for (int64_t r = 0; raw != nullptr && r < rows; ++r)
+    require(phase.i64()[r] >= 0 && phase.i64()[r] < ape.dim(0), "a phase is out of range");
+  ctx.split(rows, rows * width / 2, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const float* from = x.f32() + r * width;
+      kernels().rms_norm(from, q_norm.f32(), q + r * q_width, q_width, eps);
+      kernels().rms_norm(from += q_width, kv_norm.f32(), kv + r * head_dim, head_dim, eps);
+      rotate(kv + r * head_dim, cos.f32() + r * half, sin.f32() + r * half, half, 1);
+      from += head_dim;
+      if (raw == nullptr) continue;
+      const int64_t p = phase.i64()[r];
+      for (int64_t c = 0; c < raw_width; ++c) raw[r * raw_width + c] = from[c] + ape.f32()[p * raw_width + c];
+      from += raw_width;
+      if (index_raw == nullptr) continue;
+      for (int64_t c = 0; c < index_width; ++c)
+        index_raw[r * index_width + c] = from[c] + index_ape.f32()[p * index_width + c];
+      for (int64_t c = 0; c < index_heads; ++c) index_weights[r * index_heads + c] = from[index_width + c] * index_scale;
+    }
+  });
+}
+
+// state [slots, S, 2 dim], slots [B], raw [B, N, halves * 2 dim], table [B, M, T] (S states, one null row, then raw rows), norm [dim],
+// cos, sin [B, M, rope / 2] -> entries [B, M, dim]
+TreePool::TreePool(const Attributes& a) : eps(a.real("eps")) {}
+void TreePool::run(const Context& ctx) const {
+  const Tensor state = ctx.input(0), slots = ctx.input(1), raw = ctx.input(2), table = ctx.input(3), norm = ctx.input(4);
+  const Tensor cos = ctx.input(5), sin = ctx.input(6);
+  const int64_t batch = table.dim(0), entries = table.dim(1), width = table.dim(2), dim = norm.count(), held = state.dim(1);
+  require(dim % kLanes == 0 && state.dim(2) == 2 * dim, "the compressor width must be a multiple of 16");
+  const int64_t rows = raw.count(1) / (2 * dim), half = cos.dim(-1);
+  float* out = ctx.output_f32(0, {batch, entries, dim});
+  std::vector<const float*> picked(width);
+  for (int64_t e = 0; e < batch * entries; ++e) {
+    const int64_t b = e / entries, slot = slots.i64()[b];
+    require(slot >= 0 && slot < state.dim(0), "a slot is out of range");
+    int64_t count = 0;
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t row = table.i64()[e * width + i];
+      require(row >= 0 && row <= held + rows, "a pooled row is out of range");
+      if (row < held) picked[count++] = state.f32() + (slot * held + row) * 2 * dim;
+      if (row > held) picked[count++] = raw.f32() + (b * rows + row - held - 1) * 2 * dim;  // the row between weighs nothing
+    }
+    float* to = out + e * dim;
+    if (count == 0)
+      std::fill_n(to, dim, 0.0f);
+    else
+      kernels().pool(picked.data(), count, dim, to);
+    kernels().rms_norm(to, norm.f32(), to, dim, eps);
+    rotate(to, cos.f32() + e * half, sin.f32() + e * half, half, 1);
+  }
+}
+
+namespace {
+
+// Keys of one sequence: pool rows by table, rows of the pass.
+struct Keys {
+  std::vector<const float*> rows;
+  void pooled(const Tensor& pool, const Tensor& table, int64_t b, int64_t dim) {
+    for (int64_t i = 0; i < table.dim(1); ++i) {
+      const int64_t row = table.i64()[b * table.dim(1) + i];
+      require(row >= 0 && row < pool.dim(0), "a row of a pool is out of range");
+      rows.push_back(pool.f32() + row * dim);
+    }
+  }
+  void fresh(const Tensor& values, int64_t b, int64_t dim) {
+    for (int64_t i = 0; i < values.dim(1); ++i) rows.push_back(values.f32() + (b * values.dim(1) + i) * dim);
+  }
+};
+
+}  // namespace
+
+TreeIndexSelect::TreeIndexSelect(const Attributes& a)
+    : heads(a.integer("heads")), topk(a.integer("topk")), offset(a.integer("offset")) {}
+
+// Keeps the k best scores of a row among the visible entries (lower index first among equals), hides the others.
+static void keep_best(const std::vector<float>& score, const float* mask, int64_t keys, int64_t topk, float* out) {
+  std::vector<int64_t> visible;
+  for (int64_t k = 0; k < keys; ++k) {
+    out[k] = mask[k];
+    if (mask[k] != kHidden) visible.push_back(k);
+  }
+  if (static_cast<int64_t>(visible.size()) <= topk) return;
+  std::nth_element(visible.begin(), visible.begin() + topk, visible.end(), [&](int64_t a, int64_t b) {
+    return score[a] > score[b] || (score[a] == score[b] && a < b);
+  });
+  for (size_t i = topk; i < visible.size(); ++i) out[visible[i]] = kHidden;
+}
+
+// queries [B, N, .. | Hi * di] from column `offset` on, weights [B, N, Hi], entries [R, di], rows [B, E], branch [B, M, di], mask
+// [B, N, E + M], cos, sin [B, N, rope / 2] -> mask that keeps the top-k visible entries of every node
+void TreeIndexSelect::run(const Context& ctx) const {
+  const Tensor query = ctx.input(0), weights = ctx.input(1), entries = ctx.input(2), rows = ctx.input(3), branch = ctx.input(4);
+  const Tensor mask = ctx.input(5), cos = ctx.input(6), sin = ctx.input(7);
+  const int64_t batch = query.dim(0), nodes = query.dim(1), dim = entries.dim(1), half = cos.dim(-1), keys = mask.dim(2);
+  require(query.dim(2) == offset + heads * dim && weights.dim(2) == heads, "the indexer query has the wrong width");
+  require(keys == rows.dim(1) + branch.dim(1), "the indexer mask has the wrong width");
+  float* out = ctx.output_f32(0, {batch, nodes, keys});
+  std::vector<Keys> sources(batch);
+  for (int64_t b = 0; b < batch; ++b) sources[b].pooled(entries, rows, b, dim), sources[b].fresh(branch, b, dim);
+  const std::vector<float> no_mask(keys * kLanes, 0.0f);
+  ctx.split(batch * nodes, batch * nodes * keys * heads * dim / 30, [&](int64_t first, int64_t last) {
+    std::vector<float> q(dim * kLanes), head(dim), score(keys), lanes(keys * kLanes);
+    for (int64_t n = first; n < last; ++n) {
+      std::fill(score.begin(), score.end(), 0.0f);
+      for (int64_t h0 = 0; h0 < heads; h0 += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, heads - h0);
+        std::fill(q.begin(), q.end(), 0.0f);
+        for (int64_t h = 0; h < count; ++h) {
+          std::copy_n(query.f32() + n * query.dim(2) + offset + (h0 + h) * dim, dim, head.begin());
+          rotate(head.data(), cos.f32() + n * half, sin.f32() + n * half, half, 1);
+          for (int64_t i = 0; i < dim; ++i) q[i * kLanes + h] = head[i];
+        }
+        kernels().scores(sources[n / nodes].rows.data(), keys, q.data(), no_mask.data(), lanes.data(), dim);
+        const float* w = weights.f32() + n * heads + h0;
+        for (int64_t k = 0; k < keys; ++k)
+          for (int64_t h = 0; h < count; ++h) score[k] += std::max(lanes[k * kLanes + h], 0.0f) * w[h];
+      }
+      keep_best(score, mask.f32() + n * keys, keys, topk, out + n * keys);
+    }
+  });
+}
+
+TreeAttention::TreeAttention(const Attributes& a) : heads(a.integer("heads")), scale(a.real("scale")), eps(a.real("eps")) {}
+
+// Shared-KV attention of queries [B, N, >= H * d] (normed per head and rotated here) over [window rows | nodes | entries | branch], with
+// the sink added to key 0, rotated back: [B, N, H * d]. A key that no row of a group sees is skipped, so its values may be anything.
+void TreeAttention::run(const Context& ctx) const {
+  const Tensor query = ctx.input(0), window = ctx.input(1), window_rows = ctx.input(2), fresh = ctx.input(3), node_mask = ctx.input(4);
+  const Tensor entries = ctx.input(5), entry_rows = ctx.input(6), branch = ctx.input(7), entry_mask = ctx.input(8);
+  const Tensor sink = ctx.input(9), cos = ctx.input(10), sin = ctx.input(11);
+  const int64_t batch = query.dim(0), nodes = query.dim(1), dim = window.dim(1), half = cos.dim(-1);
+  const int64_t near = node_mask.dim(2), far = entry_mask ? entry_mask.dim(2) : 0, keys = near + far, rows = nodes * heads;
+  require(query.dim(2) >= heads * dim && dim % kLanes == 0 && sink.count() == heads, "the attention query has the wrong width");
+  require(near == window_rows.dim(1) + fresh.dim(1), "the node mask has the wrong width");
+  require(far == (far ? entry_rows.dim(1) + branch.dim(1) : 0), "the entry mask has the wrong width");
+  float* out = ctx.output_f32(0, {batch, nodes, heads * dim});
+  std::vector<Keys> sources(batch);
+  for (int64_t b = 0; b < batch; ++b) {
+    sources[b].pooled(window, window_rows, b, dim);
+    sources[b].fresh(fresh, b, dim);
+    if (far) sources[b].pooled(entries, entry_rows, b, dim), sources[b].fresh(branch, b, dim);
+  }
+  const int64_t groups = (rows + kLanes - 1) / kLanes;
+  ctx.split(batch * groups, batch * groups * keys * dim, [&](int64_t from, int64_t to) {
+   for (int64_t task = from; task < to; ++task) {
+    const int64_t b = task / groups, first = task % groups * kLanes, count = std::min<int64_t>(kLanes, rows - first);
+    thread_local std::vector<float> buffer;
+    thread_local std::vector<const float*> seen;
+    float* q = scratch(buffer, 2 * dim * kLanes + 2 * keys * kLanes + dim);
+    float *o = q + dim * kLanes, *mask = o + dim * kLanes, *scores = mask + keys * kLanes, *head = scores + keys * kLanes;
+    float sinks[kLanes] = {};
+    std::fill_n(q, dim * kLanes, 0.0f);
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t n = b * nodes + (first + r) / heads, h = (first + r) % heads;
+      kernels().rms_norm(query.f32() + n * query.dim(2) + h * dim, nullptr, head, dim, eps);
+      rotate(head, cos.f32() + n * half, sin.f32() + n * half, half, 1);
+      for (int64_t i = 0; i < dim; ++i) q[i * kLanes + r] = head[i] * scale;
+      sinks[r] = sink.f32()[h];
+    }
+    seen.clear();
+    const int64_t first_node = first / heads, last_node = (first + count - 1) / heads;
+    for (int64_t k = 0; k < keys; ++k) {
+      const Tensor& part = k < near ? node_mask : entry_mask;
+      const float* column = part.f32() + b * nodes * part.dim(2) + (k < near ? k : k - near);
+      bool any = k == 0;  // key 0 carries the sink
+      for (int64_t n = first_node; n <= last_node; ++n) any |= column[n * part.dim(2)] != kHidden;
+      if (!any) continue;
+      float* lanes = mask + seen.size() * kLanes;
+      std::fill_n(lanes + count, kLanes - count, 0.0f);
+      for (int64_t r = 0; r < count; ++r) lanes[r] = column[(first + r) / heads * part.dim(2)];
+      seen.push_back(sources[b].rows[k]);
+    }
+    kernels().attention({seen.data(), static_cast<int64_t>(seen.size()), q, mask, sinks, scores, o, dim, count});
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t n = b * nodes + (first + r) / heads;
+      rotate(o + r * dim, cos.f32() + n * half, sin.f32() + n * half, half, -1);
+      std::copy_n(o + r * dim, dim, out + n * heads * dim + (first + r) % heads * dim);
+    }
+   }
+  });
+}
+
+}  // namespace v4tree

@@ -1,0 +1,120 @@
+#include "pool.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace v4tree {
+
+namespace {
+
+constexpr std::chrono::microseconds kPatience{1000};  // how long an idle worker waits on its core
+constexpr int64_t kMaxTasks = 1 << 15;
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int processors() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+#endif
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+class Pool {
+ public:
+  // Tasks are claimed from one word (epoch | tasks | next), so a worker that comes late finds another epoch and takes nothing.
+  void run(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
+    body_ = body;
+    argument_ = argument;
+    done_.store(0, std::memory_order_relaxed);
+    const uint64_t epoch = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
+    claims_.store(epoch << 32 | static_cast<uint64_t>(tasks) << 16, std::memory_order_seq_cst);
+    start_workers(std::min<int64_t>(tasks, num_threads()) - 1);
+    if (asleep_.load(std::memory_order_seq_cst) > 0) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    work(epoch & 0xffffffffu);
+    for (int spins = 0; done_.load(std::memory_order_acquire) < tasks; ++spins) {
+      relax();
+      if (spins > 1 << 14) std::this_thread::yield();
+    }
+  }
+
+ private:
+  void work(uint64_t epoch) {
+    uint64_t claim = claims_.load(std::memory_order_acquire);
+    while (claim >> 32 == epoch && (claim & 0xffff) < (claim >> 16 & 0xffff)) {
+      if (!claims_.compare_exchange_weak(claim, claim + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      body_(argument_, static_cast<int64_t>(claim & 0xffff));
+      done_.fetch_add(1, std::memory_order_release);
+      claim = claims_.load(std::memory_order_acquire);
+    }
+  }
+
+  void start_workers(int64_t wanted) {
+    for (; workers_ < wanted; ++workers_) std::thread([this] { wait_for_work(); }).detach();
+  }
+
+  void wait_for_work() {
+    uint64_t seen = 0;
+    for (;;) {
+      const auto since = std::chrono::steady_clock::now();
+      uint64_t epoch;
+      for (int spins = 1; (epoch = claims_.load(std::memory_order_acquire) >> 32) == seen; ++spins) {
+        relax();
+        if (spins % 256 == 0 && std::chrono::steady_clock::now() - since > kPatience) {
+          std::unique_lock<std::mutex> lock(sleep_);
+          asleep_.fetch_add(1, std::memory_order_seq_cst);
+          wake_.wait(lock, [&] { return claims_.load(std::memory_order_seq_cst) >> 32 != seen; });
+          asleep_.fetch_sub(1, std::memory_order_seq_cst);
+        }
+      }
+      seen = epoch;
+      work(epoch);
+    }
+  }
+
+  void (*body_)(void*, int64_t) = nullptr;
+  void* argument_ = nullptr;
+  std::atomic<uint64_t> claims_{0};
+  std::atomic<int64_t> done_{0};
+  std::atomic<int> asleep_{0};
+  int64_t workers_ = 0;
+  std::mutex sleep_;
+  std::condition_variable wake_;
+};
+
+std::atomic<int> limit{0};
+std::mutex busy;
+
+}  // namespace
+
+int num_threads() {
+  static const int all = processors();
+  const int count = limit.load(std::memory_order_relaxed);
+  return count > 0 ? count : all;
+}
+
+void set_num_threads(int count) { limit.store(count, std::memory_order_relaxed); }
+
+void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
+  static Pool& pool = *new Pool;  // never destroyed: its threads live as long as the process
+  std::unique_lock<std::mutex> lock(busy, std::defer_lock);
+  if (tasks > 1 && tasks < kMaxTasks && num_threads() > 1 && lock.try_lock()) return pool.run(tasks, body, argument);
+  for (int64_t task = 0; task < tasks; ++task) body(argument, task);
+}
+
+}  // namespace v4tree

@@ -1,0 +1,240 @@
+"""`auto`: the most tokens per second, by what rounds cost and what drafts are worth on this machine, for this text, now.
+
+The union of the other policies: calibrated scores, nodes of all sequences against one measured cost, plain decoding among the choices.
+Three loops, from slow to fast:
+
+* plan: every `_PLAN_EVERY` rounds and for every new batch size, the draft round with the most tokens per millisecond, or plain
+  decoding. Tokens come from acceptance by depth and rank, times the gain that choosing per round has brought over a static tree;
+  milliseconds from `Costs`.
+* choose: in every round, nodes per sequence until more cost more than they bring at the rate of the plan. A pass costs what its
+  widest tree costs, so every sequence fills that width.
+* probe: what is not in use is tried now and then, since its cost and its acceptance drift. Probes may lose `_SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from trtllm_v4tree.runtime.accept import Walk
+from trtllm_v4tree.runtime.costs import Costs
+from trtllm_v4tree.runtime.latency import LatencyTable
+from trtllm_v4tree.runtime.policies.base import Candidates, Choice, Floats, Lists, Shape
+from trtllm_v4tree.runtime.policies.judge import Judge
+from trtllm_v4tree.runtime.policies.rules import expected_lengths, expected_tokens, worth_verifying
+from trtllm_v4tree.runtime.tree import Ints
+
+_PLAN_SOON, _PLAN_EVERY, _LOOK_AROUND_EVERY = 2, 16, 8
+_LOYALTY = 1.01
+_GAIN_MEMORY = 1 / 64
+_TRUST_MEMORY, _TRUSTING = 128.0, 24.0
+_SHARE, _SAVED = 0.01, 3.0
+_BURST = 4
+_DRAFT_EVERY, _PLAIN_EVERY = 8, 256
+
+
+class Plan(NamedTuple):
+    """A draft round, None for plain decoding; tokens per millisecond that the whole batch gets by it; how long a round takes."""
+
+    shape: Shape | None
+    rate: float
+    ms: float
+
+
+class _Round(NamedTuple):
+    """A round that is under way: batch, draft round, most nodes per sequence, and the clock at its start."""
+
+    batch: int
+    shape: Shape | None
+    nodes: int
+    clock: dict[str, float]
+
+
+class AutoPolicy:
+    """seconds: running sums of the engine's clock by phase, read at the start of every round."""
+
+    def __init__(
+        self, shapes: Sequence[Shape], max_nodes: int, table: LatencyTable, seconds: Mapping[str, float]
+    ) -> None:
+        self.shapes, self.max_nodes = tuple(shapes), max_nodes
+        self.costs = Costs(table)
+        self._seconds, self._judge, self._probes = seconds, Judge(self.shapes), Probes()
+        self._trust, self._gain, self._planned = Trust(), 1.0, 0
+        self._plan_after, self._until_plan = _PLAN_SOON, 0
+        self._lengths: dict[Shape, Floats] = {}
+        self._plans: dict[int, tuple[Plan, Plan]] = {}
+        self._in_use: Shape | None = None
+        self._near: Shape | None = None
+        self.plan = Plan(None, 0.0, 0.0)
+        self._last: _Round | None = None
+        self._backlog = True
+
+    def shape(self, batch: int) -> Shape | None:
+        self._account(batch)
+        self._until_plan -= 1
+        if self._until_plan <= 0 or self._probes.over:
+            self._forget_plans()
+        self.plan, other = self._plans_for(batch)
+        chosen = self.plan
+        if self._probes.due(self.plan, other, self.costs.known(batch, other.shape is not None)):
+            chosen = other
+        self._in_use = self.plan.shape
+        self._last = _Round(batch, chosen.shape, 1, dict(self._seconds))
+        return chosen.shape
+
+    def choose(self, candidates: Candidates, rooms: Ints) -> Choice:
+        assert self._last is not None and self._last.shape is not None
+        batch, shape = len(rooms), self._last.shape
+        judged = self._judge.judge(candidates, shape)
+        expected = batch + self._trust.factor * (expected_tokens(judged.probabilities, self.max_nodes) - batch)
+        nodes = worth_verifying(expected, self.costs.verify_ms(batch, len(expected)), self.plan.rate)
+        self._last = self._last._replace(nodes=nodes)
+        self._trust.claim(float(expected[nodes - 1]) - batch)
+        self._note_gain(expected[nodes - 1] / batch, shape, nodes)
+        return Choice(judged.scores, np.minimum(rooms, nodes))
+
+    def observe(self, candidates: Candidates, kept: Lists, visited: Walk) -> None:
+        self._judge.learn(candidates, kept, visited)
+        self._trust.see(sum(map(len, visited.paths)) - len(visited.paths), len(visited.paths))
+
+    def _note_gain(self, tokens: float, shape: Shape, nodes: int) -> None:
+        """Tokens expected of the chosen nodes against those of the best static tree of as many."""
+        static = 1 + self._trust.factor * float(self._static(shape)[nodes - 1] - 1)
+        self._gain += _GAIN_MEMORY * (tokens / static - self._gain)
+
+    def _account(self, batch: int) -> None:
+        """Tells the costs what the last round took. A round with a prefill in it says nothing, nor one that read a backlog."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        ms = {phase: 1e3 * (s - last.clock[phase]) for phase, s in self._seconds.items()}
+        if ms["prefill"] > 0:
+            self._restart(max(1, batch - last.batch) / batch)
+            return
+        rest = ms["host"] + ms["accept"] + ms["commit"]
+        self._probes.spent(sum(ms.values()), self.costs.plain_ms(last.batch))
+        if last.shape is None:
+            self.costs.saw_plain(last.batch, ms["verify"] + rest)
+        else:
+            draft = {} if self._backlog else {"draft": ms["draft"]}
+            self.costs.saw_round(last.batch, last.shape, last.nodes, {**draft, "verify": ms["verify"], "rest": rest})
+        self._backlog = last.shape is None
+
+    def _restart(self, share: float) -> None:
+        """A share of the sequences is new."""
+        self._backlog = True
+        self._probes.restart()
+        self._judge.restart(share)
+        self._trust.forget(share)
+        self._plan_after, self._until_plan = _PLAN_SOON, 0
+
+    def _forget_plans(self) -> None:
+        """New plans from here on, soon again after a restart."""
+        self._until_plan = self._plan_after
+        self._plan_after = min(2 * self._plan_after, _PLAN_EVERY)
+        self._planned += 1
+        self._lengths.clear()
+        self._plans.clear()
+
+    def _static(self, shape: Shape) -> Floats:
+        """Tokens a pass emits with the best static tree of 1, 2, .. nodes: [n]."""
+        if shape not in self._lengths:
+            rates = self._judge.acceptance.rates()
+            self._lengths[shape] = np.array(expected_lengths(rates, shape, self.max_nodes))
+        return self._lengths[shape]
+
+    def _plans_for(self, batch: int) -> tuple[Plan, Plan]:
+        """The plan for a batch size, and the best of the other kind: plain against drafting."""
+        if batch not in self._plans:
+            ms = self.costs.plain_ms(batch)
+            plain = Plan(None, batch / ms, ms)
+            draft = max((self._value(shape, batch) for shape in self._considered()), key=self._preferred)
+            self._near = draft.shape
+            self._plans[batch] = (plain, draft) if self._preferred(plain) >= self._preferred(draft) else (draft, plain)
+        return self._plans[batch]
+
+    def _considered(self) -> Sequence[Shape]:
+        """Draft rounds near the last plan; all of them now and then, since weighing one takes as long as drafting a token."""
+        if self._near is None or self._plan_after < _PLAN_EVERY or self._planned % _LOOK_AROUND_EVERY == 0:
+            return self.shapes
+        steps, topk = self._near
+        return [s for s in self.shapes if abs(s[0] - steps) <= 2 and abs(s[1] - topk) <= 1]
+
+    def _value(self, shape: Shape, batch: int) -> Plan:
+        lengths = self._gain * (1 + self._trust.factor * (self._static(shape) - 1))
+        fixed = self.costs.draft_ms(shape, batch) + self.costs.rest_ms(batch)
+        ms = fixed + self.costs.verify_ms(batch, len(lengths))
+        best = int(np.argmax(lengths / ms))
+        return Plan(shape, batch * float(lengths[best] / ms[best]), float(ms[best]))
+
+    def _preferred(self, plan: Plan) -> float:
+        """Its rate, a little more for what is in use."""
+        return plan.rate * (_LOYALTY if plan.shape == self._in_use else 1.0)
+
+
+class Trust:
+    """Drafted tokens accepted lately over those expected: what calibration has not caught up with yet."""
+
+    def __init__(self) -> None:
+        self._seen = self._claimed = 0.0
+        self._claim = 0.0
+
+    @property
+    def factor(self) -> float:
+        return (self._seen + _TRUSTING) / (self._claimed + _TRUSTING)
+
+    def claim(self, tokens: float) -> None:
+        """So many drafted tokens are expected of this round."""
+        self._claim = tokens / self.factor
+
+    def see(self, tokens: int, batch: int) -> None:
+        """So many were accepted."""
+        self.forget(1 - 0.5 ** (batch / _TRUST_MEMORY))
+        self._seen += tokens
+        self._claimed += self._claim
+
+    def forget(self, share: float) -> None:
+        self._seen *= 1 - share
+        self._claimed *= 1 - share
+
+
+class Probes:
+    """When to try what is not in use: a share of the time may be lost with it, saved up to a limit; what costs more than the limit
+    is tried when that is reached, and paid off afterwards."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self._since, self._left = 0, 0
+        self._saved = self._limit = 0.0
+
+    def spent(self, ms: float, plain_ms: float) -> None:
+        """A round took so long."""
+        if not self._limit:
+            self._saved += _SAVED * plain_ms
+        self._limit = _SAVED * plain_ms
+        self._saved = min(self._saved + _SHARE * ms, self._limit)
+
+    def restart(self) -> None:
+        """New sequences have come: another text, perhaps."""
+        self._since, self._left = max(self._since, _DRAFT_EVERY), 0
+
+    def due(self, plan: Plan, other: Plan, known: bool) -> bool:
+        """Whether this round goes to `other`; of what is not known yet, a burst of rounds, the first of which reads a backlog."""
+        self._since += 1
+        self.over = False
+        wait = 1 if not known else _PLAIN_EVERY if other.shape is None else _DRAFT_EVERY
+        if not self._left and self._since >= wait:
+            self._start(other, max(0.0, 1 - other.rate / plan.rate), 1 if known else _BURST)
+        if not self._left:
+            return False
+        self._left -= 1
+        self.over = not self._left
+        return True
+
+    def _start(self, other: Plan, share_lost: float, rounds: int) -> None:
+        loss = rounds * other.ms * share_lost
+        if self._saved >= min(loss, self._limit):
+            self._saved -= loss
+            self._left, self._since = rounds, 0
