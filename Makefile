@@ -14,7 +14,7 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[test,bench,serve,plugins]"
+	$(BIN)/python -m pip install --quiet -e ".[test,bench,serve,plugins,compare]"
 	touch $@
 
 demo: $(VENV)/.base

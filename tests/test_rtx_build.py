@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import onnx
 import pytest
 
 from trtllm_v4tree.cli.main import status_of
-from trtllm_v4tree.compiler import rtx
+from trtllm_v4tree.compiler import rtx, rtx_jobs
 from trtllm_v4tree.compiler.build import BuildOptions
 from trtllm_v4tree.compiler.build import build as compile_engine
-from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.engine_dir import MANIFEST, Manifest
 from trtllm_v4tree.errors import EngineFormatError
 from trtllm_v4tree.llm import check_engine
@@ -25,29 +26,24 @@ from trtllm_v4tree.llm import check_engine
 from .oracle.tiny import write_tiny
 from .test_cli import Ran, contents, edit_manifest, refused, remove, truncate
 
+ROOT = Path(__file__).resolve().parents[1]
 STEMS = ["target_step", "commit", "draft_catchup", "draft_s4_k3", "draft_s5_k1"]
 SMALL = ("--target", "tensorrt-rtx", "--max_seq_len", "300", "--max_batch_size", "2", "--draft_shapes", "s1_k1")
 Build = Callable[..., Ran]
 
 
-class Compiler:
-    """Takes the place of `RtxBuilder`: a plan is the list of its graph's inputs."""
-
-    def __init__(self, capabilities: Sequence[str], dtype: str = "float32") -> None:
-        assert dtype == "float32"
-        self.capabilities = capabilities
-
-    def compile(self, onnx_path: Path, spec: GraphContract, ranges: Sequence[dict[str, rtx.Range]]) -> rtx.Plan:
-        model = onnx.load(onnx_path)
-        assert [i.name for i in model.graph.input] == [t.name for t in spec.inputs]
-        assert all(rtx.bounds(t.shape, symbols) for t in spec.inputs for symbols in ranges)
-        text = " ".join([*self.capabilities, spec.name, *(o.name for o in model.graph.output)])
-        return rtx.Plan(spec.name, text.encode(), len(model.graph.node), 0.0)
+def compile_here(workers: rtx_jobs.Workers, job: rtx_jobs.Job) -> rtx_jobs.Done:
+    """Takes the place of a compiling process: the plan is the capabilities, the graph's name and its outputs."""
+    model = onnx.load(job.path("onnx"))
+    assert [i.name for i in model.graph.input] == [t.name for t in job.spec.inputs]
+    assert all(rtx.bounds(t.shape, symbols) for t in job.spec.inputs for symbols in job.ranges)
+    job.path("plan").write_text(" ".join([*job.capabilities, job.stem, *(o.name for o in model.graph.output)]))
+    return rtx_jobs.Done(job.stem, len(model.graph.node), 0.0)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rtx, "load_tensorrt_rtx", lambda: SimpleNamespace(__version__="1.7"))
-    monkeypatch.setattr(rtx, "RtxBuilder", Compiler)
+    monkeypatch.setattr(rtx_jobs.Workers, "compile", compile_here)
 
 
 @pytest.fixture
@@ -133,17 +129,65 @@ def test_a_failing_compiler_changes_nothing(
     if existing:
         shutil.copytree(original, tmp_path / "engine")
     before = contents(tmp_path)
-    compile_one = Compiler.compile
 
-    def failing(self: Compiler, onnx_path: Path, spec: GraphContract, ranges: Any) -> rtx.Plan:
-        if spec.name == "commit":
+    def failing(workers: rtx_jobs.Workers, job: rtx_jobs.Job) -> rtx_jobs.Done:
+        if job.stem == "commit":
             raise error
-        return compile_one(self, onnx_path, spec, ranges)
+        return compile_here(workers, job)
 
-    monkeypatch.setattr(Compiler, "compile", failing)
+    monkeypatch.setattr(rtx_jobs.Workers, "compile", failing)
     refused(build(), status=1)
     assert contents(tmp_path) == before
     assert len(list(tmp_path.iterdir())) == 1 + existing
+
+
+@pytest.mark.parametrize(
+    ("program", "fragment"),
+    [
+        ("import os; os.abort()", "SIGABRT"),
+        ("raise RuntimeError(7)", "exit status 1; RuntimeError: 7"),
+        ("pass", "exit status 0; it said nothing"),
+    ],
+)
+def test_a_compiler_that_dies(
+    program: str,
+    fragment: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rtx, "load_tensorrt_rtx", lambda: SimpleNamespace(__version__="1.7"))
+    monkeypatch.setattr(rtx_jobs, "COMMAND", (sys.executable, "-c", program))
+    ran = run(capfd, "build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine", *SMALL)
+    refused(ran, "the compiler of graph", "died", fragment, status=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+SLOW_COMPILER = """
+import sys
+from types import SimpleNamespace
+from trtllm_v4tree.cli.main import run
+from trtllm_v4tree.compiler import rtx, rtx_jobs
+rtx.load_tensorrt_rtx = lambda: SimpleNamespace(__version__="1.7")
+rtx_jobs.COMMAND = (sys.executable, "-c", f"import time; open('{sys.argv[1]}', 'w'); time.sleep(300)")
+run(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_compiler_at_once(number: signal.Signals, checkpoint: Path, tmp_path: Path) -> None:
+    begun, out = tmp_path / "begun", tmp_path / "out"
+    arguments = ("build", "--checkpoint_dir", checkpoint, "--output_dir", out / "engine", *SMALL)
+    command = [sys.executable, "-c", SLOW_COMPILER, str(begun), *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not begun.exists():
+        time.sleep(0.02)
+        assert process.poll() is None
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    refused(Ran(process.returncode, "", err), "interrupted", status=1)
+    assert not out.exists()
 
 
 # ---------------------------------------------------------------- what is written

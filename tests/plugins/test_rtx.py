@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import os
 from pathlib import Path
 
 import numpy as np
@@ -106,12 +106,15 @@ def test_failure_names_node_and_graph(nano: ModelConfig, tmp_path: Path) -> None
 
 @pytest.mark.compile
 def test_whole_shipped_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`v4tree build` for SM89 and SM120 in under five minutes of one core; plans, manifest and tokenizer are all that is left."""
+    """`v4tree build` for SM89 and SM120 in under five minutes of one core; plans, manifest and tokenizer are all that is left.
+
+    Time of the processor, so that neighbours do not count.
+    """
     pytest.importorskip("tensorrt_rtx")
-    engine, started = tmp_path / "engine", time.process_time()
+    engine, started = tmp_path / "engine", sum(os.times()[:4])
     command = ["build", "--checkpoint_dir", str(NANO), "--output_dir", str(engine), "--target", "tensorrt-rtx"]
     assert status_of(command) == 0
-    assert time.process_time() - started < 300
+    assert sum(os.times()[:4]) - started < 300
     assert "SM89 SM120" in capfd.readouterr().err
     manifest = Manifest.read(engine)
     manifest.verify(engine)

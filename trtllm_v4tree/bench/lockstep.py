@@ -149,11 +149,11 @@ class Lockstep:
     """
 
     def __init__(self, reference: Executor, other: Executor, comparison: Comparison) -> None:
+        check_same(reference, other)
         self.reference, self.other, self.comparison = reference, other, comparison
         self.config, self.sizes = reference.config, reference.sizes
         self.draft_shapes = tuple(s for s in reference.draft_shapes if s in other.draft_shapes)
         self._names = [t.name for t in contract.states(self.config, self.sizes)]
-        check_same(reference, other)
 
     def prepare_draft(self, steps: int, topk: int) -> None:
         for executor in (self.reference, self.other):

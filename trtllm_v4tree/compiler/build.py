@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from trtllm_v4tree.checkpoint import Checkpoint
-from trtllm_v4tree.compiler import native_ops, rtx
+from trtllm_v4tree.compiler import native_ops, rtx, rtx_build
 from trtllm_v4tree.compiler.native_ops import NativeOps
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
 from trtllm_v4tree.compiler.weights import WeightPlan
@@ -181,33 +181,36 @@ def build(
     shapes = options.shapes(config, source.has_mtp)
     kernels = options.chosen_kernels(config)
     with replacing(output_dir) as scratch:
-        if options.target == "tensorrt-rtx":
-            rtx.build_plans(config, sizes, shapes, source, scratch, options.capabilities, options.dtype, report)
-            versions = {"tensorrt-rtx": rtx.load_tensorrt_rtx().__version__}
-        else:
-            models = _trace(config, sizes, shapes, lowerings(options, kernels, source), report)
-            _write_weights(scratch, models, source, report)
-            versions = {"onnxruntime": metadata.version("onnxruntime")}
-        versions["onnxscript"] = metadata.version("onnxscript")
+        versions = _compile(scratch, source, sizes, shapes, options, kernels, report)
         _copy_tokenizer(checkpoint_dir, scratch)
         manifest = Manifest(
-            options.target,
-            options.dtype,
-            options.draft_dtype,
-            config,
-            sizes,
-            shapes,
-            {},
-            versions,
-            options.capabilities,
-            kernels,
-        )
+            options.target, options.dtype, options.draft_dtype, config, sizes, shapes, {}, versions, options.capabilities, kernels
+        )  # fmt: skip
         if measure is not None and options.target == "onnxruntime":
             (scratch / LATENCY_FILE).write_text(measure(scratch, manifest), encoding="utf-8")
         manifest = dataclasses.replace(manifest, files={path.name: sha256(path) for path in sorted(scratch.iterdir())})
         (scratch / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         assert Manifest.read(scratch) == manifest
     return manifest
+
+
+def _compile(
+    scratch: Path,
+    source: Checkpoint,
+    sizes: EngineSizes,
+    shapes: Shapes,
+    options: BuildOptions,
+    kernels: str,
+    report: Report,
+) -> dict[str, str]:
+    """Writes graphs and weights; returns the versions of what made them."""
+    config, versions = source.config, {"onnxscript": metadata.version("onnxscript")}
+    if options.target == "tensorrt-rtx":
+        rtx_build.build_plans(config, sizes, shapes, source, scratch, options.capabilities, options.dtype, report)
+        return {"tensorrt-rtx": rtx.load_tensorrt_rtx().__version__, **versions}
+    models = _trace(config, sizes, shapes, lowerings(options, kernels, source), report)
+    _write_weights(scratch, models, source, report)
+    return {"onnxruntime": metadata.version("onnxruntime"), **versions}
 
 
 def check_tokenizer(checkpoint_dir: Path, config: ModelConfig) -> None:

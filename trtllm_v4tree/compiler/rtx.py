@@ -18,13 +18,12 @@ import onnx_ir as ir
 
 from trtllm_v4tree import contract
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
-from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.contract import GraphContract
-from trtllm_v4tree.engine_dir import WEIGHTS_FILE, Shapes
+from trtllm_v4tree.engine_dir import Shapes
 from trtllm_v4tree.errors import ConfigError, V4TreeError
 from trtllm_v4tree.network import graphs
-from trtllm_v4tree.network.weight import TensorSource, Weight
+from trtllm_v4tree.network.weight import Weight
 from trtllm_v4tree.sizes import EngineSizes
 
 CAPABILITIES = ("SM80", "SM86", "SM89", "SM120", "SM121")
@@ -231,46 +230,3 @@ _LOGGERS: dict[str, Any] = {}
 def _shared_logger(trt: ModuleType) -> Any:
     """TensorRT registers the first logger of a process for good."""
     return _LOGGERS.setdefault(trt.__name__, _logger(trt))
-
-
-def build_plans(
-    config: ModelConfig,
-    sizes: EngineSizes,
-    shapes: Iterable[tuple[int, int]],
-    source: TensorSource,
-    scratch: Path,
-    capabilities: Sequence[str] = DEFAULT_CAPABILITIES,
-    dtype: str = "float32",
-    report: Report = lambda line, done: None,
-) -> list[Plan]:
-    """Compiles every graph of an engine and writes `<stem>.plan` files to `scratch`, weights inside; leaves no other file there.
-
-    The time goes by graph and optimisation profile; how many capabilities a plan holds code for hardly counts.
-    """
-    builder = RtxBuilder(capabilities, dtype)
-    report("reading weights", 0.0)
-    traced = list(trace_all(config, sizes, shapes))
-    weights = WeightPlan(model for _, model in traced)
-    weights.write(scratch / WEIGHTS_FILE, source, lambda name, size: None)
-    ranges = [graph_profiles(spec.name, sizes) for spec, _ in traced]
-    costs = [len(model.graph) * len(own) for (_, model), own in zip(traced, ranges, strict=True)]
-    done: list[Plan] = []
-    for (spec, model), own in zip(traced, ranges, strict=True):
-        report(f"compiling {spec.name} for {', '.join(capabilities)}", sum(costs[: len(done)]) / sum(costs))
-        weights.attach(model)
-        done.append(_compiled(builder, model, spec, own, scratch))
-    (scratch / WEIGHTS_FILE).unlink()
-    report("compiled", 1.0)
-    return done
-
-
-def _compiled(
-    builder: RtxBuilder, model: ir.Model, spec: GraphContract, ranges: Sequence[dict[str, Range]], scratch: Path
-) -> Plan:
-    """One graph, its weights in `scratch`: leaves `<stem>.plan` there."""
-    onnx_path = scratch / f"{spec.name}.onnx"
-    ir.save(model, onnx_path)
-    plan = builder.compile(onnx_path, spec, ranges)
-    (scratch / f"{spec.name}.plan").write_bytes(plan.data)
-    onnx_path.unlink()
-    return plan
