@@ -58,6 +58,7 @@ WORDS = [
     "left",
 ]
 SAMPLE_S = 2.0
+CALM_LENGTH, PROBE_LENGTH = 64, 1500  # tokens; a stream of the probe outlasts the prompts that arrive
 
 
 @dataclass
@@ -122,6 +123,7 @@ class Server:
             self.openai,
         )
         command += [*map(str, ports), "--threads", str(options.threads), "--log_level", "warning"]
+        command += ["--max_num_tokens", str(options.max_num_tokens)]
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT)
         while "ready: openai" not in self.log.read_text(errors="replace"):
@@ -168,8 +170,10 @@ def _resident(pid: int) -> int:
 class Client:
     """One worker: a request at a time until `until`."""
 
-    def __init__(self, server: Server, tally: Tally, seed: int, until: float, calm: bool) -> None:
-        self.server, self.tally, self.until, self.calm = server, tally, until, calm
+    def __init__(
+        self, server: Server, tally: Tally, seed: int, until: float, calm: bool, calm_length: int = CALM_LENGTH
+    ) -> None:
+        self.server, self.tally, self.until, self.calm, self.calm_length = server, tally, until, calm, calm_length
         self.random = random.Random(seed)
         self.triton = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc}")
 
@@ -189,7 +193,7 @@ class Client:
         return " ".join(self.random.choices(WORDS, k=self.random.choice((3, 10, 40, 120))))
 
     def _length(self) -> int:
-        return 64 if self.calm else self.random.choice((4, 16, 64, 160))
+        return self.calm_length if self.calm else self.random.choice((4, 16, 64, 160))
 
     def _triton(self, kind: str, fate: str, stop_after: int) -> tuple[int, list[float]]:
         results: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -325,24 +329,26 @@ def memory(samples: list[tuple[float, int]], seconds: float) -> dict[str, Any]:
 
 def probe(server: Server, seconds: float, seed: int) -> dict[str, Any]:
     """One text stream's gaps, with and without 2,000-token prompts that arrive one after the other."""
-    quiet, noisy = Tally(), Tally()
-    Client(server, quiet, seed, time.monotonic() + seconds / 2, calm=True).run()
+    quiet, noisy, arrived = Tally(), Tally(), list[float]()
+    Client(server, quiet, seed, time.monotonic() + seconds / 2, True, PROBE_LENGTH).run()
     stop = threading.Event()
 
     def arrivals() -> None:
         client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc}")
         while not stop.wait(0.5):
             results: queue.Queue[Any] = queue.Queue()
+            began = time.monotonic()
             prompt = grpcclient.InferInput("input_ids", [1, 2000], "INT32")
             prompt.set_data_from_numpy(np.full((1, 2000), 9, np.int32))
             client.start_stream(callback=lambda result, error, results=results: results.put(error))
             client.async_stream_infer("tensorrt_llm", [prompt, tensor("request_output_len", "INT32", np.int32(1))])
             results.get(timeout=120)
+            arrived.append(time.monotonic() - began)
             client.stop_stream()
 
     thread = threading.Thread(target=arrivals)
     thread.start()
-    Client(server, noisy, seed, time.monotonic() + seconds / 2, calm=True).run()
+    Client(server, noisy, seed, time.monotonic() + seconds / 2, True, PROBE_LENGTH).run()
     stop.set()
     thread.join()
     ratio = percentiles(noisy.gaps)["p99_ms"] / percentiles(noisy.gaps)["p50_ms"]
@@ -350,6 +356,7 @@ def probe(server: Server, seconds: float, seed: int) -> dict[str, Any]:
         "alone": percentiles(quiet.gaps),
         "beside_2000_token_prompts": percentiles(noisy.gaps),
         "p99_over_p50": round(ratio, 2),
+        "first_token_of_2000_token_prompts": {"prompts": len(arrived), **percentiles(arrived)},
     }
 
 
@@ -369,6 +376,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine_dir", required=True)
     parser.add_argument("--speculation", default="none")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--max_num_tokens", type=int, default=0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--single_seconds", type=float, default=20)

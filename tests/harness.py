@@ -148,7 +148,7 @@ class Driver:
         for b, nodes in enumerate(paths):
             path[b, : len(nodes)] = nodes
         unread = np.array([h.pending if behind else 0 for h in done.held])
-        feeds = tables.commit_tables(self.sizes, done.tables, path, counts, unread)
+        feeds = tables.commit_tables(self.sizes, done.tables, path, counts)
         if drafted is not None:
             feeds |= drafted.tables
         self.executor.commit(done.scratch, drafted and drafted.result.scratch, feeds)
@@ -306,7 +306,8 @@ def _own_rows(sizes: EngineSizes, name: str, held: Held) -> list[int]:
     if name.endswith("_state"):
         return [held.slot]
     if name == "streams":
-        return [1 + held.slot * s.max_commit + t for t in range(held.pending)]
+        pending = range(held.length - held.pending, held.length)
+        return [1 + held.slot * s.max_commit + p % s.max_commit for p in pending]
     if name in ("window_kv", "mtp_window_kv"):
         seen = window_held(s, held.length - (held.pending if name == "mtp_window_kv" else 0))
         return [1 + held.slot * s.window + p % s.window for p in seen]

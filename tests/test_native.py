@@ -436,3 +436,151 @@ def test_many_python_threads_share_the_pool() -> None:
     with ThreadPoolExecutor(8) as pool:
         for _ in range(3):
             assert all(np.array_equal(a, b) for a, b in zip(alone, pool.map(product, inputs), strict=True))
+
+
+def mixture_case(rng: np.random.Generator, tokens: int) -> tuple[Callable[[np.ndarray], np.ndarray], np.ndarray]:
+    """Routed experts as a function of x [1, tokens, 32], and an x."""
+    e = Experts(6, 2, 20, 12, 1.5, 1.5)
+    weights = {
+        "a": normal(rng, 32, e.count + 2 * e.shared), "b": normal(rng, e.shared, 32), "r": normal(rng, e.count),
+        "c": normal(rng, e.count, 32, 2 * e.width), "d": normal(rng, e.count, e.width, 32),
+    }  # fmt: skip
+    ids = np.zeros((1, tokens), np.int64)
+
+    def mixture(x: np.ndarray) -> np.ndarray:
+        def emit(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> Value:
+            return ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "abrcd"), e)
+
+        return run(NativeOps(False), emit, {"x": x, "ids": ids}, weights)[0]
+
+    return mixture, normal(rng, 1, tokens, 32)
+
+
+def hyper_case(rng: np.random.Generator, nodes: int) -> tuple[Callable[[np.ndarray], list[np.ndarray]], np.ndarray]:
+    """A hyper-connection as a function of streams [1, nodes, 4, 8], and streams."""
+    weights = {"fn": normal(rng, 32, 24, scale=0.2), "base": normal(rng, 24), "norm": normal(rng, 8)}
+
+    def mix(streams: np.ndarray) -> list[np.ndarray]:
+        def emit(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> tuple[Value, Value, Value]:
+            return ops.hyper_mix(op, v["s"], v["fn"], v["base"], v["norm"], GAINS)
+
+        return run(NativeOps(False), emit, {"s": streams}, weights)
+
+    return mix, normal(rng, 1, nodes, 4, 8)
+
+
+def test_not_a_number_stays_in_its_row_and_is_seen_there() -> None:
+    """A clamp or an exponential that drops it would make a plausible number of it."""
+    rng = np.random.default_rng(5)
+    mixture, x = mixture_case(rng, 20)
+    mix, streams = hyper_case(rng, 20)
+    for function, values in ((lambda x: [mixture(x)], x), (mix, streams)):
+        clean = function(values)
+        values = values.copy()
+        values[0, 7] = np.nan
+        for before, after in zip(clean, function(values), strict=True):
+            assert np.isnan(after[0, 7]).all()
+            np.testing.assert_array_equal(np.delete(after, 7, axis=1), np.delete(before, 7, axis=1))
+
+
+def shared_expert(gates: np.ndarray, limit: float) -> np.ndarray:
+    """The sum over 16 columns of silu(gate) * 1, for gates [16]; the routed expert adds zero."""
+    in_proj = np.zeros((1, 33), np.float32)
+    in_proj[0, 1:17], in_proj[0, 17:] = gates, 1
+    weights = {
+        "a": in_proj, "b": np.ones((16, 1), np.float32), "r": np.zeros(1, np.float32),
+        "c": np.zeros((1, 1, 32), np.float32), "d": np.zeros((1, 16, 1), np.float32),
+    }  # fmt: skip
+    feeds = {"x": np.ones((1, 1, 1), np.float32), "ids": np.zeros((1, 1), np.int64)}
+
+    def emit(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> Value:
+        return ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "abrcd"), Experts(1, 1, 16, 16, limit, 1.0))
+
+    return run(NativeOps(False), emit, feeds, weights)[0]
+
+
+def test_gates_at_the_edges_of_float32() -> None:
+    """The clamp lets NaN through, where one that compares the other way round gives the limit; silu(-1e38) is 0, not -0.6."""
+    assert np.isnan(shared_expert(np.full(16, np.nan, np.float32), limit=1.5)).all()
+    large = -np.geomspace(80, 1e38, 16).astype(np.float32)
+    np.testing.assert_allclose(shared_expert(large, limit=3e38), 0, atol=1e-30)
+
+
+def test_no_node_is_no_work() -> None:
+    rng = np.random.default_rng(6)
+    mixture, x = mixture_case(rng, 0)
+    mix, streams = hyper_case(rng, 0)
+    assert mixture(x).shape == (1, 0, 32)
+    assert [out.shape for out in mix(streams)] == [(1, 0, 8), (1, 0, 1, 4), (1, 0, 4, 4)]
+
+
+def test_log_probs_of_large_logits() -> None:
+    """The largest logit is taken off first: log-probabilities keep their digits however large the logits are."""
+    rng = np.random.default_rng(7)
+    head = (30000 + normal(rng, 1, 100)).astype(np.float32)
+    values, _ = run(
+        NativeOps(False),
+        lambda ops, op, v: _typed(ops.top_log_probs(op, v["x"], v["head"], 5)),
+        {"x": np.ones((1, 1, 1), np.float32)},
+        {"head": head},
+    )
+    logits = head[0].astype(np.float64) - head.max()
+    exact = np.sort(logits - np.log(np.exp(logits).sum()))[::-1][:5]
+    np.testing.assert_allclose(values[0, 0], exact, atol=1e-5)
+
+
+def test_entries_that_score_no_number_are_kept_first() -> None:
+    """No order is defined by comparing them, and a selection by none may leave its bounds."""
+    rng = np.random.default_rng(8)
+    entries = normal(rng, 301, 16)
+    broken = 1 + rng.permutation(300)[:20]
+    entries[broken] = np.nan
+    feeds = {
+        "q": normal(rng, 1, 2, DIMS.query_width + 20 * 16), "w": normal(rng, 1, 2, 20), "idx": entries,
+        "rows": np.arange(1, 301).reshape(1, -1), "branch": normal(rng, 1, 1, 16), "mask": np.zeros((1, 2, 301), np.float32),
+    }  # fmt: skip
+    rope = rope_of(feeds, rng, 1, 2)
+
+    def emit(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> Value:
+        rows = NodeRows(v["q"], None, None, v["q"], v["w"])
+        return ops.index_select(op, rows, v["idx"], v["rows"], v["branch"], v["mask"], rope(v), 32, DIMS)
+
+    [mask] = run(NativeOps(False), emit, feeds, {})
+    assert ((mask == 0).sum(axis=-1) == 32).all()
+    assert (mask[..., broken - 1] == 0).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_computes() -> None:
+    """It has none of its parent's threads, which sleep on a lock that it inherits."""
+    import multiprocessing
+    import time
+
+    rng = np.random.default_rng(9)
+    x, w = normal(rng, 1, 16, 512), normal(rng, 512, 1024)
+
+    def product() -> np.ndarray:
+        return run(NativeOps(False), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": x}, {"w": w})[0]
+
+    native.set_num_threads(4)
+    want = product()
+    time.sleep(0.05)  # the workers have gone to sleep
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: os._exit(not all(np.array_equal(product(), want) for _ in range(3)))
+    )
+    child.start()
+    child.join(60)
+    alive = child.is_alive()
+    child.kill()
+    native.set_num_threads(0)
+    assert not alive and child.exitcode == 0
+
+
+def test_a_library_that_was_cut_off_is_none(tmp_path: Path) -> None:
+    whole = Path(str(native.library()))
+    copy = tmp_path / whole.name
+    for size in (0, 10, 64, 4096, 100_000, whole.stat().st_size - 1):
+        copy.write_bytes(whole.read_bytes()[:size])
+        assert native._instruction_set(copy) is None
+    copy.write_bytes(whole.read_bytes())
+    assert native._instruction_set(copy) == native.instruction_set()

@@ -80,3 +80,9 @@ def test_rows_out_of_range_are_refused() -> None:
     feeds["table"][0, 0, 0] = 3 + 1 + 2 * NODES
     with pytest.raises(ort.capi.onnxruntime_pybind11_state.InvalidArgument, match="a folded row is out of range"):
         fold(NativeOps(half=False), feeds)
+
+
+def test_a_fold_of_no_sequence_is_no_work() -> None:
+    feeds = fold_case(3, 0, 4)
+    feeds |= {name: feeds[name][:0] for name in ("slots", "table")} | {"raw": feeds["raw"][:, :0]}
+    np.testing.assert_array_equal(fold(NativeOps(half=False), feeds), feeds["state"])

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from tests.oracle.reference import Oracle
 from trtllm_v4tree.checkpoint import Checkpoint, expected_tensors
+from trtllm_v4tree.compiler.build import BuildOptions, build
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.tokenizer import EngineTokenizer
 from trtllm_v4tree.training import attention, documents, streams
@@ -57,8 +58,8 @@ STEPS, BATCH, LENGTH = 40, 4, 72
 QUIET = Console(quiet=True)
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_nano", ROOT / "build_scripts" / "train_nano.py")
+def _script(name: str = "train_nano") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "build_scripts" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -373,3 +374,16 @@ def test_the_command_trains_stops_on_a_signal_and_goes_on(workplace: Path) -> No
     assert second.returncode == 0, second.stderr
     assert f"from step {done} on" in second.stderr and "trunk equals transformers" in second.stderr
     assert Path(second.stdout.strip(), "model.safetensors").exists()
+
+
+def test_an_engine_of_the_checkpoint_answers_training_questions(
+    trained: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, answers = workplace / "engine", workplace / "answers.jsonl"
+    build(trained.checkpoint_dir, engine, BuildOptions(max_batch_size=2, max_seq_len=256, draft_shapes=((1, 1),)))
+    arguments = ["--engine_dir", engine, "--data", workplace / "sums.jsonl", "--output", answers, "--limit", 3]
+    monkeypatch.setattr(sys, "argv", ["answers", *map(str, [*arguments, "--max_tokens", 20, "--batch_size", 2])])
+    assert _script("train_nano_answers").main() == 0
+    read = documents.read_documents(answers)
+    asked = {d.turns[0][0] for d in documents.read_documents(workplace / "sums.jsonl")}
+    assert 1 <= len(read) <= 3 and all(d.turns[0][0] in asked and d.turns[0][1] for d in read)

@@ -232,11 +232,10 @@ def test_commit_tables_fold_append_and_place_accepted_rows(
     lines = [path_of(tree, data.draw(st.integers(0, len(tree) - 1))) for tree in own]
     counts = np.array([data.draw(st.integers(0, len(line))) for line in lines])
     path = np.array([line + [-1] * (max(map(len, lines)) - len(line)) for line in lines])
-    unread = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(own), max_size=len(own))))
-    feeds = tables.commit_tables(SIZES, step, path, counts, unread)
+    feeds = tables.commit_tables(SIZES, step, path, counts)
     assert feeds["stream_dst"].tolist() == [
-        1 + int(slot) * SIZES.max_commit + int(first) + t
-        for slot, first, count in zip(step.seqs.slots, unread, counts, strict=True)
+        1 + int(slot) * SIZES.max_commit + (int(length) + t) % SIZES.max_commit
+        for slot, length, count in zip(step.seqs.slots, step.seqs.lengths, counts, strict=True)
         for t in range(count)
     ]
     width = step.tree.parents.shape[1]
@@ -360,7 +359,7 @@ def test_draft_tables_show_each_row_the_window_before_it(
             ring = [1 + slot * SIZES.window + p % SIZES.window for p in visible if p < first]
             assert sorted(feeds["mtp_window_rows"][b, seen[:rows]].tolist()) == sorted([0, *ring])
             assert np.flatnonzero(seen[rows:]).tolist() == [p - first for p in visible if first <= p < length]
-        streams = [1 + slot * SIZES.max_commit + i for i in range(pending[b])]
+        streams = [1 + slot * SIZES.max_commit + p % SIZES.max_commit for p in range(first, length)]
         assert feeds["stream_rows"][b].tolist() == streams + [0] * (width - len(streams))
         assert feeds["positions"][b, : pending[b]].tolist() == list(range(first, length))
         assert feeds["next_tokens"][b, : pending[b]].tolist() == following[b, : pending[b]].tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -20,6 +21,7 @@ from trtllm_v4tree.runtime.sampling import TokenLogprobs
 from trtllm_v4tree.tokenizer import EngineTokenizer
 
 MAX_THREADS = 1024
+MAX_NUM_TOKENS = 1 << 20
 
 
 class TokensPrompt(TypedDict):
@@ -66,6 +68,8 @@ class RequestOutput:
 class LLM:
     """An engine ready to generate. `speculation` is `none` or `sN_kK_dD`; text does not depend on it.
 
+    `max_num_tokens` bounds the tokens of one scheduler step, verified nodes and prompt together: a long prompt that arrives is cut into
+    smaller chunks while others decode. 0 chooses the chunk so that a stream's gap stays under 2.5 of its rounds.
     Raises EngineFormatError for a directory that cannot be loaded and RequestError for a speculation the engine lacks.
     Not thread-safe.
     """
@@ -78,9 +82,12 @@ class LLM:
         threads: int = 0,
         verify_hashes: bool = True,
         deterministic: bool = False,
+        max_num_tokens: int = 0,
     ) -> None:
         if type(threads) is not int or not 0 <= threads <= MAX_THREADS:
             raise RequestError(f"threads is {threads!r}: give 0 (all cores) to {MAX_THREADS}.")
+        if type(max_num_tokens) is not int or not 0 <= max_num_tokens <= MAX_NUM_TOKENS:
+            raise RequestError(f"max_num_tokens is {max_num_tokens!r}: give 0 (automatic) to {MAX_NUM_TOKENS}.")
         directory = Path(engine_dir)
         self.manifest = _loadable(directory, verify_hashes)
         latency = _latency(directory)
@@ -89,7 +96,11 @@ class LLM:
         self.tokenizer = _tokenizer(directory)
         executor = OnnxRuntimeExecutor(directory, self.manifest, threads)
         decoder = self.tokenizer.tokenizer if self.tokenizer else None
-        self.engine = Engine(executor, speculation, decoder, deterministic=deterministic, latency=latency)
+        encode = partial(self.tokenizer.encode, add_bos=False) if self.tokenizer else None
+        self.engine = Engine(
+            executor, speculation, decoder, deterministic=deterministic, latency=latency, encode=encode,
+            max_num_tokens=max_num_tokens,
+        )  # fmt: skip
         self._inboxes: dict[Request, deque[Delta]] = {}
 
     def set_speculation(self, speculation: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -91,6 +92,14 @@ def test_time_that_is_up_ends_a_run_between_blocks(llm: LLM, tmp_path: Path) -> 
     grid.estimate([])
     assert not grid.run(file, lambda tick: None, seconds=1e-3)
     assert len(file.samples) == len(PLAN.speculations())
+
+
+def test_another_plan_is_estimated_from_the_same_warm_up(llm: LLM) -> None:
+    grid = Grid(llm, PLAN, PROMPTS)
+    needed = grid.estimate([])
+    assert grid.estimate_other(PLAN) == pytest.approx(needed)
+    wider = dataclasses.replace(PLAN, max_tokens=20, batch_sizes=(1, 3, 4), others=("s3_k3_d6", "s3_k3_d7", "s3_k3_d8"))
+    assert grid.estimate_other(wider) > 2 * 2 * needed
 
 
 def test_samples_of_another_run_are_not_mixed(tmp_path: Path) -> None:

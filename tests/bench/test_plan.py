@@ -20,7 +20,7 @@ def test_default_grid_has_every_configuration_once() -> None:
     assert plan.role("s7_k1_d8") == ("linear", 8)
     assert plan.role("s3_k2_d8") == ("tree", 8)
     assert plan.role("none") == ("plain", 0)
-    assert plan.role("auto").kind == "other"
+    assert plan.role("auto") == ("other", 0) and plan.role("calibrated_d6") == ("other", 6)
     assert plan.fixed_tree(6) == "s3_k2_d6"
 
 

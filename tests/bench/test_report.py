@@ -58,6 +58,7 @@ def test_report_is_self_contained_and_complete(tmp_path: Path) -> None:
     assert not checker.loaded and not checker.open
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
+    assert "policies" in PICTURES
     for name in PICTURES:
         assert f'id="{name}"' in page
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

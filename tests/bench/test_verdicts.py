@@ -6,7 +6,7 @@ import dataclasses
 
 from trtllm_v4tree.bench.results import Cell, Results, summarise
 from trtllm_v4tree.bench.stats import Estimate
-from trtllm_v4tree.bench.verdicts import AIM, FAILS, HOLDS, UNKNOWN, paragraph, verdicts, why
+from trtllm_v4tree.bench.verdicts import AIM, FAILS, HOLDS, PARTLY, UNKNOWN, paragraph, verdicts, why
 
 from .synthetic import full_plan, samples
 
@@ -44,6 +44,22 @@ def test_a_tree_that_loses_is_said_to_lose() -> None:
     assert _of(losing, "From D=6") == FAILS
 
 
+def test_a_plateau_is_neither_a_rise_nor_a_fall() -> None:
+    for speed_at_8, verdict in ((1.5, HOLDS), (1.1, PARTLY), (2.0, FAILS)):
+
+        def changed(cell: Cell, speed_at_8: float = speed_at_8) -> Cell:
+            if cell.kind != "tree":
+                return cell
+            speed = 1.5 if cell.budget < 8 else speed_at_8
+            length = 2.5 + 0.1 * cell.budget
+            return dataclasses.replace(
+                cell, to_plain=Estimate(speed, speed, speed), accepted_length=Estimate(length, length, length)
+            )
+
+        results = dataclasses.replace(RESULTS, cells=[changed(c) for c in RESULTS.cells])
+        assert _of(results, "plateau") == verdict
+
+
 def test_more_accepted_counts_cells() -> None:
     assert _of(RESULTS, "accepted longer") == HOLDS
     flipped = [
@@ -65,7 +81,7 @@ def test_a_small_grid_says_what_it_cannot_tell() -> None:
         "depend on the batch",
     ):
         assert _of(small, words) == UNKNOWN
-    assert "Not measured in this grid" in paragraph(small)
+    assert "Not measured here: the gain in accepted length grows with D" in paragraph(small)
 
 
 def test_the_projects_own_aim_is_not_counted_as_the_papers() -> None:

@@ -17,7 +17,7 @@ from trtllm_v4tree.runtime.tree import select_nodes
 
 from .test_policy_rules import random_round
 
-TRUE = np.array([1.6, 0.6, -0.5, 0.9, -0.2, -0.7, -0.3])
+TRUE = np.array([1.0, 0.6, -0.5, 0.9, -0.2, -0.7, -0.3, -0.4])
 
 
 def chances(local: np.ndarray, shape: CandidateShape) -> np.ndarray:
@@ -26,9 +26,8 @@ def chances(local: np.ndarray, shape: CandidateShape) -> np.ndarray:
     x = np.log(p / (1 - p))
     z = np.empty_like(x)
     for c, (depth, rank) in enumerate(zip(shape.depth, shape.rank, strict=True)):
-        first = x[:, c - rank]
-        own = TRUE[0] + TRUE[1] * x[:, c]
-        later = TRUE[2] + TRUE[3] * x[:, c] + TRUE[4] * first + TRUE[5] * np.log(1 + rank)
+        own = TRUE[0] + TRUE[1] * x[:, c] + TRUE[7] * x[:, min(c + 1, x.shape[1] - 1)]
+        later = TRUE[2] + TRUE[3] * x[:, c] + TRUE[4] * x[:, c - rank] + TRUE[5] * np.log(1 + rank)
         z[:, c] = (own if rank == 0 else later) + TRUE[6] * np.log(depth)
     return 1 / (1 + np.exp(-z))
 
@@ -37,7 +36,9 @@ def test_candidate_shape_follows_the_draft_round() -> None:
     shape = CandidateShape.of(3, 2)
     assert shape.depth.tolist() == [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     assert shape.rank.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
-    assert shape.first.tolist() == [0, 0, 2, 2, 4, 4, 6, 6, 8, 8]
+    assert shape.rival.tolist() == [1, 0, 3, 2, 5, 4, 7, 6, 9, 8]
+    assert CandidateShape.of(1, 3).rival.tolist() == [1, 0, 0]
+    assert np.exp(CandidateShape.of(2, 1).rivals(np.log([[0.5, 0.9]]))) == pytest.approx(np.array([[0.15, 0.03]]))
 
 
 @pytest.mark.parametrize("only_sure", [False, True])
@@ -82,7 +83,7 @@ def test_one_sided_or_extreme_observations_keep_it_finite() -> None:
 
 def test_calibrated_selection_is_closed_under_ancestors() -> None:
     rng, calibration, shape = np.random.default_rng(3), Calibration(), (3, 3)
-    calibration.weights = rng.normal(size=7)
+    calibration.weights = rng.normal(size=8)
     drafted = random_round(rng, shape)
     scores = path_scores(drafted.parents, calibration.scores(drafted.scores, CandidateShape.of(*shape)), shape)
     for budget in range(1, 20):
@@ -170,12 +171,21 @@ def test_costs_follow_the_machine() -> None:
         ms = {"draft": 3 * 0.8 * noise[0], "verify": 2 * table().target_ms(4, 6) * noise[1], "rest": 0.9 * noise[2]}
         costs.saw_round(4, (1, 1), 6, ms)
         costs.saw_plain(4, 5.0 * noise[0])
-    np.testing.assert_allclose(costs.verify_ms(4, 8), 2 * table().target_curve(4, 8), rtol=0.08)
+    np.testing.assert_allclose(costs.verify_ms(4, 8)[1:], 2 * table().target_curve(4, 8)[1:], rtol=0.08)
+    assert costs.verify_ms(4, 8)[0] == pytest.approx(2.0 * 5.0 / 2.3, rel=0.08)
     assert costs.draft_ms((1, 1), 4) == pytest.approx(2.4, rel=0.08)
     assert costs.draft_ms((3, 1), 4) == pytest.approx(7.2, rel=0.08)
     assert costs.rest_ms(4) == pytest.approx(0.9, rel=0.08)
     assert costs.plain_ms(4) == pytest.approx(5.0, rel=0.08)
     assert costs.known(3, drafting=True) and not costs.known(1, drafting=True)
+
+
+def test_what_the_drafter_has_not_read_costs_by_the_row() -> None:
+    costs = Costs(table())
+    for rows in (16, 30, 60, 100):
+        costs.saw_backlog(4, rows, 0.05 * rows * 4)
+    assert costs.backlog_ms(4, 128) == pytest.approx(0.05 * 128 * 4)
+    assert costs.backlog_ms(1, 128) == pytest.approx(0.05 * 128)
 
 
 def test_batches_share_buckets() -> None:

@@ -11,8 +11,11 @@ from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.runtime.engine import Engine
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
+from trtllm_v4tree.runtime.policies.base import Candidates, Choice
+from trtllm_v4tree.runtime.policies.fixed import FixedPolicy
 from trtllm_v4tree.runtime.policies.names import ADAPTIVE
 from trtllm_v4tree.runtime.request import Phase, Request
+from trtllm_v4tree.runtime.tree import Speculation
 
 from ..harness import Built
 
@@ -213,3 +216,36 @@ def test_full_queue_is_refused(w16: Built) -> None:
 def test_unknown_speculation_is_refused(w16: Built, name: str) -> None:
     with pytest.raises(RequestError):
         engine_of(w16, name)
+
+
+class _Drafting(FixedPolicy):
+    """Drafts from a round on and verifies roots alone; keeps the candidates by tokens emitted so far."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(Speculation(3, 2, 6))
+        self.round, self.first = 0, first
+        self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def shape(self, batch: int) -> tuple[int, int] | None:
+        self.round += 1
+        return self.shapes[0] if self.round > self.first else None
+
+    def choose(self, candidates: Candidates, rooms: np.ndarray) -> Choice:
+        self.seen[self.round] = (candidates.tokens, candidates.scores)
+        return Choice(candidates.scores, np.ones_like(rooms))
+
+
+@pytest.mark.parametrize("asked", prompts(3, seed=5))
+def test_a_drafter_that_has_not_read_for_long_proposes_the_same(asked: list[int], w16: Built) -> None:
+    """Only the newest rows are kept for it, as many as its window sees; plain decoding reads none of them meanwhile."""
+    params = [SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)]
+    seen = []
+    for first in (0, 80):
+        engine = engine_of(w16, "s3_k2_d6")
+        engine.policy = policy = _Drafting(first)
+        run(engine, [asked], params)
+        seen.append(policy.seen)
+    assert max(seen[1]) > 90
+    for number, (tokens, scores) in seen[1].items():
+        np.testing.assert_array_equal(tokens, seen[0][number][0])
+        np.testing.assert_allclose(scores, seen[0][number][1], atol=2e-4)

@@ -22,6 +22,8 @@ BAD: list[tuple[str, Any]] = [
     *[("seed", v) for v in (-1, 2**63, 1.0, True)],
     *[("stop", v) for v in ("", ["a", ""], ["a", 1], b"a", None, 3)],
     *[("stop_token_ids", v) for v in ([-1], ["1"], [1.0], [True], "12", None, 5)],
+    *[("bad_words", v) for v in ("", ["a", ""], ["a", 1], b"a", None, 3, "x" * 257, ["x"] * 257, "\ud800")],
+    *[("bad_words_list", v) for v in ([5], [[]], [[-1]], [[True]], ["12"], "12", None, [[1] * 257], [[1]] * 257)],
     *[("ignore_eos", v) for v in (1, None, "false")],
     *[("logprobs", v) for v in (-1, 21, 1.0, True)],
     *[("include_stop_str_in_output", v) for v in (0, None)],
@@ -33,7 +35,7 @@ def test_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as error:
         SamplingParams(**{name: value})
     message = str(error.value)
-    assert message.startswith(f"{name} must be ") and repr(value) in message
+    assert message.startswith(f"{name} must be ") and repr(value)[:200] in message and len(message) < 400
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,12 @@ def test_stops_are_stored_as_tuples() -> None:
     params = SamplingParams(stop=["ab", "c"], stop_token_ids=[3, 4])
     assert (params.stop, params.stop_token_ids) == (("ab", "c"), (3, 4))
     assert params == SamplingParams(stop=("ab", "c"), stop_token_ids=(3, 4)) and hash(params)
+
+
+def test_bad_words_are_stored_as_tuples() -> None:
+    params = SamplingParams(bad_words="ab", bad_words_list=[[1], np.array([2, 3]).tolist()])
+    assert (params.bad_words, params.bad_words_list) == (("ab",), ((1,), (2, 3))) and hash(params)
+    assert params.has_bad_words and not SamplingParams().has_bad_words
 
 
 def test_defaults_sample_without_penalties() -> None:

@@ -129,6 +129,7 @@ def test_expected_lengths_are_those_of_the_best_static_tree(shape: Shape, nodes:
     lengths = rules.expected_lengths(rates, shape, nodes)
     assert len(lengths) == nodes and lengths[0] == 1.0
     assert lengths[-1] == pytest.approx(brute_force_length(rates, shape, nodes))
+    assert len(rules.expected_lengths(rates, shape, 64)) <= 1 + candidates_of(shape)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (4, 3), (5, 1)])

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,64 @@ def test_stop_sequences_and_end_id(server: Server) -> None:
         assert ids(end_id=free[6]) == free[: free.index(free[6]) + 1]
 
 
+def test_bad_words_are_those_of_the_python_api(server: Server, engine_dir: Path, expected: list[str]) -> None:
+    """Texts and token sequences taken from the free output; each protocol gives the text of `LLM.generate`."""
+    llm, options = LLM(engine_dir, threads=1), SamplingParams(max_tokens=24, temperature=0.0)
+    words = [w for w in expected[0].split() if w.isalpha()][:2]
+    want = llm.generate(PROMPTS[0], replace(options, bad_words=words))[0].outputs[0].text
+    assert want != expected[0] and not set(words) & set(want.split())
+    with server.grpc() as client:
+        assert text_of(list(stream(client, "ensemble", _tensors(0, stream=True, bad_words=words)))) == want
+        assert text_of([client.infer("ensemble_unary", _tensors(0, bad_words=words))]) == want
+        inputs = {"input_ids": [0, 5, 6, 7], "request_output_len": 12, "end_id": -1}
+        free = _output_ids(client, **inputs)
+        sequences = np.array([[[*free[2:4], free[7], 0], [2, 3, -1, -1]]], np.int32)
+        got = _output_ids(client, **inputs, bad_words_list=sequences)
+    params = replace(options, max_tokens=12, ignore_eos=True, bad_words_list=[free[2:4], free[7:8]])
+    assert got == llm.generate({"prompt_token_ids": inputs["input_ids"]}, params)[0].outputs[0].token_ids != free
+    body = {"text_input": PROMPTS[0], "max_tokens": 24, "temperature": 0, "bad_words": words}
+    assert json.loads(_curl(server.url("/v2/models/ensemble/generate"), body))["text_output"] == want
+
+
+def _output_ids(client: grpcclient.InferenceServerClient, **inputs: object) -> list[int]:
+    [whole] = list(stream(client, "tensorrt_llm", tensors(**inputs)))
+    return whole.as_numpy("output_ids").reshape(-1).tolist()
+
+
+def test_auto_gives_the_same_text(server_of: Callable[[str], Server], expected: list[str]) -> None:
+    server = server_of("auto")
+
+    def one(index: int) -> str:
+        with server.grpc() as client:
+            return text_of(list(stream(client, "ensemble", _tensors(index, stream=True))))
+
+    for _ in range(2):  # it learns from the first
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(one, range(16))) == expected
+
+
+def test_deterministic_gives_the_same_token_ids(start: Callable[..., Server], engine_dir: Path) -> None:
+    """Alone and among 16, plain in the Python API and with a tree on the server: equal ids, not only equal text."""
+    server = start("--speculation", "s3_k2_d6", "--deterministic")
+    llm = LLM(engine_dir, threads=1, deterministic=True)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(5, 4000, int(n)).tolist() for n in rng.integers(1, 200, 16)]
+    params = [SamplingParams(max_tokens=20, temperature=0.7, seed=i, ignore_eos=True) for i in range(16)]
+    want = [
+        llm.generate({"prompt_token_ids": p}, q)[0].outputs[0].token_ids for p, q in zip(prompts, params, strict=True)
+    ]
+
+    def one(index: int) -> list[int]:
+        sampling = {"temperature": 0.7, "random_seed": index, "end_id": -1}
+        with server.grpc() as client:
+            return _output_ids(client, input_ids=prompts[index], request_output_len=20, **sampling)
+
+    assert one(0) == want[0]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(one, range(16))) == want
+    assert server.stop() == 0
+
+
 def test_exclude_input_in_output(server: Server, expected: list[str]) -> None:
     with server.grpc() as client:
         whole = text_of(list(stream(client, "ensemble", _tensors(0, exclude_input_in_output=False))))
@@ -189,6 +248,9 @@ def test_openai_many_choices_and_echo(client: object, expected: list[str]) -> No
         model=model, prompt=PROMPTS[1], n=2, max_tokens=24, temperature=0.8, top_p=0.9, seed=1, extra_body={"top_k": 20}
     )
     assert seeded.choices[0].text == expected[1] != seeded.choices[1].text
+    word = next(w for w in expected[0].split() if w.isalpha())
+    without = create(model=model, prompt=PROMPTS[0], max_tokens=24, temperature=0, extra_body={"bad_words": [word]})
+    assert word not in without.choices[0].text.split() and without.choices[0].text != expected[0]
 
 
 def test_openai_chat(client: object, engine_dir: Path) -> None:

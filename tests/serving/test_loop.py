@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trtllm_v4tree import SamplingParams
@@ -15,6 +16,7 @@ from trtllm_v4tree.serving.events import Code, Event, Submission
 from trtllm_v4tree.serving.loop import MAX_FAULTS, EngineLoop
 from trtllm_v4tree.serving.owner import Owner
 from trtllm_v4tree.serving.remote import RemoteLoop
+from trtllm_v4tree.serving.stats import Tally
 
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
@@ -153,7 +155,7 @@ def test_a_fault_in_prefill_leaves_decoding_requests_alone(loop: EngineLoop, mon
     with monkeypatch.context() as patch:
         whole = loop.engine._prefill
 
-        def prefill(batch: Any) -> Any:
+        def prefill(*_: Any) -> Any:
             raise RuntimeError("injected")
 
         patch.setattr(loop.engine, "_prefill", prefill)
@@ -162,6 +164,40 @@ def test_a_fault_in_prefill_leaves_decoding_requests_alone(loop: EngineLoop, mon
     while not (event := running.first()).last:
         got += event.text
     assert got + event.text == text and event.finish_reason == "length"
+
+
+def test_rounds_that_emit_nothing_are_counted(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in deterministic mode where a choice must be made again: the token comes from a later prefill."""
+    want = [Asked(loop, SHORT, [5 + i, 7]).last().usage.completion_tokens for i in range(4)]
+    rounds, emitted = loop.stats.rounds, loop.stats.emitted_tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.engine, "deterministic", True)
+        patch.setattr("trtllm_v4tree.runtime.engine.is_certain", lambda _, chosen, *args: np.zeros(len(chosen), bool))
+        running = [Asked(loop, SHORT, [5 + i, 7]) for i in range(4)]
+        assert [a.last().usage.completion_tokens for a in running] == want == [5] * 4
+    assert loop.stats.rounds - rounds == 4 * 4 and loop.stats.emitted_tokens - emitted == 4 * 5
+
+
+def test_a_fault_outside_the_pass_ends_its_request_only(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Asked(loop, LONG)
+    running.first()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_encode", lambda _: 1 // 0)
+        assert Asked(loop).code() is Code.INTERNAL
+    whole = Tally.settle
+
+    def settle(tally: Any, request: Any, stats: Any) -> None:
+        if request.params.seed == 7:
+            raise RuntimeError("injected")
+        whole(tally, request, stats)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tally, "settle", settle)
+        for count in (1, 50):
+            broken = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, seed=7)
+            assert Asked(loop, broken).code() is Code.INTERNAL
+        assert running.code() is None and loop.ready
+    assert Asked(loop).code() is None
 
 
 def test_the_socket_carries_the_same_and_a_lost_connection_cancels(loop: EngineLoop, tmp_path: Path) -> None:

@@ -342,6 +342,39 @@ def _cost(results: Results, name: str, batch: int) -> float:
     return mean_of(ratios)
 
 
+# ------------------------------------------------------------------ policies
+
+
+def policies(results: Results) -> Figure:
+    """Speed of `auto` and the like over the fastest of plain, chains and trees, against the batch: one panel per data set."""
+    figure, axes = panels(len(results.datasets), 4.2, 4.0, sharey=True)
+    at = np.arange(len(results.batch_sizes))
+    for axis, dataset in zip(axes, results.datasets, strict=True):
+        for name, (colour, marker) in zip(results.others(), _SERIES * 9, strict=False):
+            cells = [results.cell(dataset, b, name) for b in results.batch_sizes]
+            shares = [results.share_of_fastest(c) if c else None for c in cells]
+            y = np.array([np.nan if s is None else s for s in shares])
+            axis.plot(at, y, "-", color=colour, marker=marker, lw=2.6 if name == "auto" else 1.5, label=name)
+        plain = [_plain_share(results, dataset, b) for b in results.batch_sizes]
+        axis.plot(at, plain, ":", color=BLACK, label="plain decoding")
+        axis.axhline(1, color=GREY, lw=1)
+        axis.set_xticks(at, labels=[str(b) for b in results.batch_sizes])
+        axis.set_xlabel("batch size")
+        axis.set_title(dataset)
+    axes[0].set_ylabel("speed over the fastest fixed choice")
+    _legend_below(figure, axes)
+    return figure
+
+
+def _plain_share(results: Results, dataset: str, batch: int) -> float:
+    ratios = [
+        c.to_plain.value
+        for c in results.cells
+        if (c.dataset, c.batch) == (dataset, batch) and c.kind in ("linear", "tree") and c.to_plain
+    ]
+    return 1 / max([1.0, *ratios])
+
+
 PICTURES: dict[str, tuple[str, Callable[[Results], Figure]]] = {
     "accepted_length": (
         "Accepted length against D. Bars: 95 % intervals over prompts. Hollow: the paper.",
@@ -355,6 +388,10 @@ PICTURES: dict[str, tuple[str, Callable[[Results], Figure]]] = {
     "tree_over_plain": (
         "Throughput of the fixed tree over plain decoding. *: the 95 % interval excludes 1.",
         tree_over_plain,
+    ),
+    "policies": (
+        "Policies that adapt themselves, against the fastest of plain, chains and trees, which is known only afterwards.",
+        policies,
     ),
     "acceptance_by_depth": ("Acceptance by depth and child rank at the largest D.", acceptance_by_depth),
     "round_time": ("Where the time of a round goes; above each bar its milliseconds.", round_time),

@@ -78,6 +78,17 @@ class Grid:
             self._costs[batch] = self._warm_up(batch)
         return sum(self._costs[u.batch] for u in self.missing(done))
 
+    def estimate_other(self, plan: GridPlan) -> float:
+        """Seconds that another plan over the same data sets would take, after `estimate`: every token as long as it takes with this
+        plan's speculations at the nearest batch size below, or above if there is none."""
+        names = len(self.plan.speculations())
+        per_token = {b: cost / (names * self.plan.max_tokens * b) for b, cost in self._costs.items()}
+        total = 0.0
+        for unit in plan.units():
+            nearest = max((b for b in per_token if b <= unit.batch), default=min(per_token, default=0))
+            total += per_token.get(nearest, 0.0) * len(plan.speculations()) * plan.max_tokens * unit.batch
+        return total
+
     def missing(self, done: Sequence[Sample]) -> list[Unit]:
         """Units of which some speculation has no sample; such a unit is measured whole, to keep it interleaved."""
         have = {(s.dataset, s.batch, s.block, s.speculation) for s in done}

@@ -17,6 +17,9 @@ STYLE = """
   th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
   th { background: #f5f5f5; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
   .verdict { white-space: nowrap; font-weight: 600; }
+  .holds::before { content: "✓ "; } .holds { color: #00664b; }
+  .holds-in-part::before { content: "~ "; } .holds-in-part { color: #7a5200; }
+  .does-not-hold::before { content: "✗ "; } .does-not-hold { color: #a33c00; } .not-measured { color: #666; font-weight: 400; }
   .note { background: #fff6e0; border-left: 5px solid #E69F00; padding: .6rem 1rem; }
   code { font-size: .9em; overflow-wrap: anywhere; } details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 """
@@ -64,7 +67,8 @@ engine {{ results.about.engine.target }} {{ results.about.engine.dtype }}; {{ re
 <div class="scroll"><table>
 <tr><th>claim</th><th>paper</th><th>here</th><th>verdict</th></tr>
 {% for v in verdicts %}
-<tr><td>{{ v.claim }}</td><td>{{ v.published }}</td><td>{{ v.ours or "–" }}</td><td class="verdict">{{ v.verdict }}</td></tr>
+<tr><td>{{ v.claim }}</td><td>{{ v.published }}</td><td>{{ v.ours or "–" }}</td>
+<td class="verdict {{ v.verdict|replace(" ", "-") }}">{{ v.verdict }}</td></tr>
 {% endfor %}
 </table></div>
 
@@ -81,10 +85,11 @@ engine {{ results.about.engine.target }} {{ results.about.engine.dtype }}; {{ re
 <h2>Other speculations against the fastest fixed choice</h2>
 <p class="sub">The fastest of plain, linear and tree at each data set and batch size, known only afterwards, counts as 1.</p>
 <div class="scroll"><table>
-<tr><th>data set</th><th class="n">batch</th><th>speculation</th><th class="n">over plain</th><th class="n">of the fastest</th></tr>
-{% for dataset, batch, name, ratio, share in others %}
-<tr><td>{{ dataset }}</td><td class="n">{{ batch }}</td><td>{{ name }}</td><td class="n">{{ ratio|estimate }}</td>
-<td class="n">{{ "%.2f"|format(share) }}</td></tr>
+<tr><th>data set</th><th class="n">batch</th><th>speculation</th><th class="n">accepted length</th><th class="n">over plain</th>
+<th class="n">of the fastest</th></tr>
+{% for c, share in others %}
+<tr><td>{{ c.dataset }}</td><td class="n">{{ c.batch }}</td><td>{{ c.speculation }}</td><td class="n">{{ c.accepted_length|estimate }}</td>
+<td class="n">{{ c.to_plain|estimate }}</td><td class="n">{{ "%.2f"|format(share) }}</td></tr>
 {% endfor %}
 </table></div>
 {% endif %}

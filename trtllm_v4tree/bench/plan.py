@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trtllm_v4tree.errors import RequestError
+from trtllm_v4tree.runtime.policies.names import parse_adaptive
 from trtllm_v4tree.runtime.tree import parse_speculation
 
 PLAIN = "none"
@@ -119,6 +120,10 @@ def check_budgets(shapes: Sequence[tuple[int, int]], budgets: Sequence[int]) -> 
 
 
 def _budget_of(name: str) -> int:
+    """Most nodes of a tree: D of `sN_kK_dD` or `NAME_dD`, 0 where a name has none."""
+    adaptive = parse_adaptive(name)
+    if adaptive is not None:
+        return adaptive[1] or 0
     try:
         spec = parse_speculation(name)
     except RequestError:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_v4tree.bench import paper
 from trtllm_v4tree.bench.page import PAGE
-from trtllm_v4tree.bench.results import Results, write_whole
+from trtllm_v4tree.bench.results import Cell, Results, write_whole
 from trtllm_v4tree.bench.stats import Estimate
 from trtllm_v4tree.bench.verdicts import paragraph, verdicts, why
 from trtllm_v4tree.errors import InputError
@@ -43,6 +43,8 @@ def write_report(results: Results, directory: Path) -> Path:
     pictures = []
     with styled():
         for name, (caption, draw) in PICTURES.items():
+            if name == "policies" and not results.others():
+                continue
             png, svg = rendered(draw, results)
             write_whole(directory / f"{name}.png", png)
             pictures.append({"name": name, "caption": caption, "svg": svg})
@@ -134,20 +136,10 @@ def _best_of_all(results: Results) -> list[tuple[str, int, str, Estimate]]:
     return rows
 
 
-def _others(results: Results) -> list[tuple[str, int, str, Estimate, float]]:
-    """(data set, batch, speculation, ratio to plain, ratio to the fastest fixed choice, plain included) of `auto` and the like."""
-    rows = []
-    for cell in results.cells:
-        if cell.kind != "other" or cell.to_plain is None:
-            continue
-        same = [
-            c
-            for c in results.cells
-            if (c.dataset, c.batch) == (cell.dataset, cell.batch) and c.kind in ("linear", "tree")
-        ]
-        best = max([1.0, *(c.to_plain.value for c in same if c.to_plain)])
-        rows.append((cell.dataset, cell.batch, cell.speculation, cell.to_plain, cell.to_plain.value / best))
-    return rows
+def _others(results: Results) -> list[tuple[Cell, float]]:
+    """Cells of `auto` and the like with their ratio to the fastest fixed choice, plain included."""
+    shares = [(c, results.share_of_fastest(c)) for c in results.cells if c.kind == "other"]
+    return [(cell, share) for cell, share in shares if share is not None]
 
 
 def _loaded(about: dict[str, Any]) -> str:

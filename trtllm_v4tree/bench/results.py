@@ -103,6 +103,18 @@ class Results:
         names = {g.speculation for g in self.gains if g.fixed}
         return [c for c in self.cells if c.kind == "tree" and c.speculation in names]
 
+    def others(self) -> list[str]:
+        """Speculations that are neither plain nor chain nor tree of the grid: `auto` and the like."""
+        return list(dict.fromkeys(c.speculation for c in self.cells if c.kind == "other"))
+
+    def share_of_fastest(self, cell: Cell) -> float | None:
+        """Speed over that of the fastest of plain, chains and trees at the same data set and batch size, known only afterwards."""
+        same = [
+            c for c in self.cells if (c.dataset, c.batch) == (cell.dataset, cell.batch) and c.kind in ("linear", "tree")
+        ]
+        best = max([1.0, *(c.to_plain.value for c in same if c.to_plain)])
+        return cell.to_plain.value / best if cell.to_plain else None
+
     def to_dict(self) -> dict[str, Any]:
         return {"format": 1, **asdict(self)}
 

@@ -31,7 +31,7 @@ class SampleFile:
     """
 
     def __init__(self, directory: Path, header: dict[str, Any], resume: bool) -> None:
-        self.path = directory / FILE
+        self.path, self.header = directory / FILE, header
         self.samples: list[Sample] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)

@@ -29,12 +29,24 @@ _FULL = {
     "shapes": "s3_k2,s4_k3",
     "num_prompts": 60,
     "max_tokens": 128,
+    "policies": "auto,best_first,shared_budget,entropy,recent_length",
 }
-_QUICK = {"budgets": "6,8", "batch_sizes": "1,4", "shapes": "s3_k2", "num_prompts": 12, "max_tokens": 64}
+_QUICK = {
+    "budgets": "6,8",
+    "batch_sizes": "1,4",
+    "shapes": "s3_k2",
+    "num_prompts": 12,
+    "max_tokens": 64,
+    "policies": "auto",
+}
 
 DATASET = "NAME=PATH or NAME=PATH:FIELD (gsm8k and mbpp JSON lines, sharegpt JSON, or any JSON lines); may be repeated."
 SHAPES = "Tree shapes sN_kK; the first is the one fixed before looking. Default: s3_k2,s4_k3."
-OTHERS = "Further speculations by name, e.g. auto or s2_k2_d4."
+POLICIES = (
+    "Policies that adapt themselves: auto, best_first, shared_budget, entropy, recent_length, calibrated, each also as NAME_dD; "
+    "none leaves them out. Default: the first five."
+)
+OTHERS = "Further speculations by name, e.g. s2_k2_d4."
 MINUTES = "Stop after this long with what has been measured; every cell is then about equally far."
 BATCHES = "Batch sizes. Default: 1,2,4,8,16,32,64."
 
@@ -46,6 +58,7 @@ def bench(
     budgets: Annotated[str | None, typer.Option("--budgets", help="Verified tokens D. Default: 5,6,7,8.")] = None,
     batch_sizes: Annotated[str | None, typer.Option("--batch_sizes", help=BATCHES)] = None,
     shapes: Annotated[str | None, typer.Option("--shapes", help=SHAPES)] = None,
+    policies: Annotated[str | None, typer.Option("--policies", help=POLICIES)] = None,
     others: Annotated[str, typer.Option("--others", help=OTHERS)] = "",
     num_prompts: Annotated[int | None, typer.Option("--num_prompts", help="Per data set. Default: 60.", min=1)] = None,
     max_tokens: Annotated[
@@ -72,20 +85,42 @@ def bench(
         "shapes": shapes,
         "num_prompts": num_prompts,
         "max_tokens": max_tokens,
+        "policies": policies,
     }
     options = base | {name: value for name, value in given.items() if value is not None}
     llm = LLM(engine_dir, threads=threads)
     if quick and batch_sizes is None:
         options["batch_sizes"] = ",".join(str(b) for b in (1, 4) if b <= llm.manifest.sizes.max_batch_size)
+    if policies is None and llm.engine.latency is None:
+        options["policies"] = _untimed(str(options["policies"]))
     plan = _plan(dataset, options, others, min_blocks)
     prompts = _prompts(llm, dataset, plan)
     check_fits(llm, plan, prompts)
     file = SampleFile(output_dir, _header(llm, dataset, plan, threads), resume)
     seconds = 60 * minutes if minutes else QUICK_SECONDS if quick else None
-    return _measure(Grid(llm, plan, prompts), file, output_dir, seconds, started, llm)
+    whole = _plan(dataset, _full_for(llm), "", min_blocks) if quick else None
+    return _measure(Grid(llm, plan, prompts), file, output_dir, seconds, started, llm, whole)
 
 
-def _measure(grid: Grid, file: SampleFile, output_dir: Path, seconds: float | None, started: float, llm: LLM) -> int:
+def _full_for(llm: LLM) -> dict[str, Any]:
+    """The options of the full grid as far as this engine goes."""
+    sizes = llm.manifest.sizes
+    fitting = {
+        name: ",".join(v for v in _FULL[name].split(",") if int(v) <= most) or str(most)  # type: ignore[attr-defined]
+        for name, most in (("batch_sizes", sizes.max_batch_size), ("budgets", sizes.max_verify_tokens))
+    }
+    return _FULL | fitting
+
+
+def _measure(
+    grid: Grid,
+    file: SampleFile,
+    output_dir: Path,
+    seconds: float | None,
+    started: float,
+    llm: LLM,
+    whole: GridPlan | None = None,
+) -> int:
     """Runs the grid behind a progress bar; whatever ends it, results and report of what there is are written."""
     from trtllm_v4tree.bench.machine import load_average
     from trtllm_v4tree.bench.samples import DiskError
@@ -93,7 +128,7 @@ def _measure(grid: Grid, file: SampleFile, output_dir: Path, seconds: float | No
     about = _about(llm, file, grid.plan)
     complete, failure = False, None
     try:
-        complete = _run(grid, file, seconds, started)
+        complete = _run(grid, file, seconds, started, whole)
     except KeyboardInterrupt:
         failure = "interrupted"
     except DiskError as error:
@@ -109,7 +144,7 @@ def _measure(grid: Grid, file: SampleFile, output_dir: Path, seconds: float | No
     return 0
 
 
-def _run(grid: Grid, file: SampleFile, seconds: float | None, started: float) -> bool:
+def _run(grid: Grid, file: SampleFile, seconds: float | None, started: float, whole: GridPlan | None) -> bool:
     columns = (
         TextColumn("{task.description:<44.44}", markup=False),
         BarColumn(),
@@ -122,6 +157,8 @@ def _run(grid: Grid, file: SampleFile, seconds: float | None, started: float) ->
         watch = _Bar(progress, task)
         needed = grid.estimate(file.samples, watch)
         _announce(grid, file, needed, seconds)
+        if whole is not None:
+            stderr.print(f"The full grid, without --quick, takes about {_duration(grid.estimate_other(whole))}.")
         watch.restart()
         spent = time.monotonic() - started
         return grid.run(file, watch, None if seconds is None else max(1.0, seconds - spent))
@@ -193,10 +230,20 @@ def _plan(datasets: list[str], options: dict[str, Any], others: str, min_blocks:
     budgets = integers("--budgets", options["budgets"], 2)
     check_budgets(shapes, budgets)
     batches = integers("--batch_sizes", options["batch_sizes"], 1)
+    policies = [] if options["policies"] == "none" else _listed(options["policies"])
     return GridPlan(
-        tuple(names), budgets, batches, shapes, tuple(_listed(others)),
+        tuple(names), budgets, batches, shapes, tuple(dict.fromkeys((*policies, *_listed(others)))),
         int(options["num_prompts"]), int(options["max_tokens"]), min_blocks,
     )  # fmt: skip
+
+
+def _untimed(policies: str) -> str:
+    """The policies that an engine without a latency table can follow; says which are left out."""
+    from trtllm_v4tree.runtime.policies.names import ADAPTIVE
+
+    measured = [name for name in _listed(policies) if ADAPTIVE[name].measured]
+    stderr.print(f"left out, since this engine was built with --no_latency_table: {', '.join(measured)}.")
+    return ",".join(name for name in _listed(policies) if name not in measured)
 
 
 def _listed(text: str) -> list[str]:
@@ -243,6 +290,7 @@ def _about(llm: LLM, file: SampleFile, plan: GridPlan) -> dict[str, Any]:
         "versions": versions(),
         "command": ["v4tree", *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%d %H:%M"),
+        "data": file.header["data"],
         "engine": {"target": manifest.target, "dtype": manifest.dtype, "sizes": manifest.sizes.to_dict()},
         "settings": asdict(plan),
         "load_average": load_average(),

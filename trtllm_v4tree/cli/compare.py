@@ -36,7 +36,7 @@ def compare(
     chat: Annotated[str | None, typer.Option("--chat", help=CHAT)] = None,
     prompt_token_ids: Annotated[str | None, typer.Option("--prompt_token_ids", help="Token ids, e.g. 0,2,17.")] = None,
     max_tokens: Annotated[int, typer.Option("--max_tokens", help="Output tokens.")] = 160,
-    speculation: Annotated[str, typer.Option("--speculation", help="none, auto or sN_kK_dD.")] = "none",
+    speculation: Annotated[str, typer.Option("--speculation", help="none, sN_kK_dD, auto or another policy.")] = "none",
     rtol: Annotated[float, typer.Option("--rtol", help=RTOL)] = 1e-4,
     layers: Annotated[bool, typer.Option("--layers", help=LAYERS)] = False,
     polygraphy: Annotated[bool, typer.Option("--polygraphy", help=POLYGRAPHY)] = False,

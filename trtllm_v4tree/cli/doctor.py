@@ -16,7 +16,7 @@ SUPPORT = (
     ("target onnxruntime (CPU, float32)", "supported", ""),
     ("target tensorrt-rtx (RTX GPUs, float32)", "build only", "plans ahead of time; no executor runs them yet"),
     ("target tensorrt", "refused", "plugins compile, but no plan builder takes them up yet"),
-    ("speculation none, auto, sN_kK_dD (chain and tree)", "supported", "text is the same as without"),
+    ("speculation none, sN_kK_dD, auto and other policies", "supported", "text is the same as without"),
     ("native CPU operators, weights in bfloat16 where exact", "supported", "--cpu_kernels, the text is the same"),
     ("8-bit drafter", "supported", "--draft_dtype int8, the text is the same"),
     ("8-bit target weights", "refused", "the text would depend on the tree"),
@@ -24,11 +24,12 @@ SUPPORT = (
     ("greedy, temperature, top_k, top_p, min_p, seed", "supported", "keyed by (seed, position)"),
     ("repetition, presence, frequency penalty, min_tokens", "supported", "per path of the tree"),
     ("stop strings, stop token ids, ignore_eos", "supported", "before the commit"),
+    ("bad_words, bad_words_list", "supported", "token sequences, per path of the tree, before sampling"),
     ("logprobs", "supported", "top 20, by node"),
     ("checkpoint bf16, fp16, fp32, FP8 blocks, FP4 experts", "supported", "decoded to float32"),
     ("DSpark / 0731 mtp tensors", "refused", "a different drafter"),
     ("FP8/FP4 activation simulation", "bypassed", "computed in float32"),
-    ("banned words, logit bias, beam search, tools, grammars, LoRA", "refused", "by name, in requests too"),
+    ("logit bias, beam search, tools, grammars, LoRA", "refused", "by name, in requests too"),
 )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CHAT = "A user's turn; the chat format is put around it."
 STOP = "Stop string; may be given several times."
+BAD_WORDS = "Text that must not be generated; may be given several times."
 LOGPROBS = "Top logprobs per token (with --json)."
 
 
@@ -29,13 +30,14 @@ def generate(
     chat: Annotated[str | None, typer.Option("--chat", help=CHAT)] = None,
     prompt_token_ids: Annotated[str | None, typer.Option("--prompt_token_ids", help="Token ids, e.g. 0,2,17.")] = None,
     max_tokens: Annotated[int, typer.Option("--max_tokens", help="Output tokens at most.")] = 64,
-    speculation: Annotated[str, typer.Option("--speculation", help="none, auto or sN_kK_dD.")] = "none",
+    speculation: Annotated[str, typer.Option("--speculation", help="none, sN_kK_dD, auto or another policy.")] = "none",
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option("--top_k", help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option("--top_p", help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option("--min_p", help="0 is off.")] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help=STOP)] = None,
+    bad_words: Annotated[list[str] | None, typer.Option("--bad_words", help=BAD_WORDS)] = None,
     logprobs: Annotated[int | None, typer.Option("--logprobs", help=LOGPROBS)] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore_eos", help="Go on after the end token.")] = False,
     threads: Annotated[int, typer.Option("--threads", help="Threads of the engine; 0 is all cores.")] = 0,
@@ -45,9 +47,10 @@ def generate(
     from trtllm_v4tree import LLM, SamplingParams
 
     stops = [as_text("--stop", s) for s in stop or ()]
+    banned = [as_text("--bad_words", word) for word in bad_words or ()]
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        stop=stops, logprobs=logprobs, ignore_eos=ignore_eos,
+        stop=stops, bad_words=banned, logprobs=logprobs, ignore_eos=ignore_eos,
     )  # fmt: skip
     check_one_given(prompt=prompt, chat=chat, prompt_token_ids=prompt_token_ids)
     llm = LLM(engine_dir, speculation, threads=threads)

@@ -33,7 +33,7 @@ app = typer.Typer(
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
 )
 for command in (build, bench, bench_compare, profile, simulate, compare, generate, inspect, doctor, serve):
-    app.command()(command)
+    app.command(command.__name__)(command)
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:

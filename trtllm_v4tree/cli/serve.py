@@ -27,7 +27,7 @@ KEY_VARIABLE = "V4TREE_API_KEY"
 def serve(
     engine_dir: Annotated[Path, typer.Option("--engine_dir", help="Engine directory of `v4tree build`.")],
     speculation: Annotated[
-        str, typer.Option("--speculation", help="none, auto or sN_kK_dD; the text is the same.")
+        str, typer.Option("--speculation", help="none, sN_kK_dD, auto or another policy; the text is the same.")
     ] = "none",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Token-identical text whatever the batch and the tree; slower.")
@@ -55,6 +55,10 @@ def serve(
     max_queue_size: Annotated[
         int, typer.Option("--max_queue_size", min=1, max=1 << 20, help="Requests that may wait for a slot.")
     ] = 256,
+    max_num_tokens: Annotated[
+        int,
+        typer.Option("--max_num_tokens", min=0, max=1 << 20, help="Tokens of a step, prompt and nodes; 0: automatic."),
+    ] = 0,
     max_request_seconds: Annotated[
         int, typer.Option("--max_request_seconds", min=0, help="Longer requests are ended; 0 is no limit.")
     ] = 0,
@@ -96,6 +100,7 @@ def serve(
             "deterministic": str(deterministic).lower(),
             "threads": str(threads or max(1, (os.cpu_count() or 2) - 1)),
             "max_queue_size": str(max_queue_size),
+            "max_num_tokens": str(max_num_tokens),
             "max_request_seconds": str(max_request_seconds),
             "log_level": log_level,
         }

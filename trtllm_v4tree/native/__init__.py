@@ -7,6 +7,7 @@ Runtime's own operators, which are slower.
 from __future__ import annotations
 
 import ctypes
+import struct
 from functools import cache
 from pathlib import Path
 
@@ -37,9 +38,23 @@ def set_num_threads(count: int) -> None:
 
 
 def _instruction_set(path: Path) -> str | None:
+    if not _is_whole(path):
+        return None
     try:
         ask = ctypes.CDLL(str(path)).v4tree_instruction_set
     except (OSError, AttributeError):
         return None
     ask.restype = ctypes.c_char_p
     return str(ask().decode())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file reaches to the end of its section headers, its last part. The loader maps a file that was cut off all the
+    same, and the process dies (SIGBUS) at the first page that is not there. True for other formats, which their loaders check.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
+        return True
+    offset, (size, count) = struct.unpack_from("<Q", head, 40)[0], struct.unpack_from("<HH", head, 58)
+    return bool(path.stat().st_size >= offset + size * count)

@@ -50,15 +50,21 @@ class Acceptance:
 
         Prior of the long memory: rank r at depth 1 has 0.6 / 4^r, every deeper level 0.95 of the level above.
         """
-        reached, accepted = self._long
-        short_reached, short_accepted = self._short
-        long, now = np.empty_like(reached), np.empty_like(reached)
-        usual = expected = _FIRST * _NEXT_RANK ** np.arange(self.topk)
-        for depth in range(self.steps):
-            long[depth] = (accepted[depth] + _LONG_PRIOR * usual) / (reached[depth] + _LONG_PRIOR)
-            expected = (
-                long[depth] if depth == 0 else np.minimum(long[depth] * now[depth - 1] / long[depth - 1], CEILING)
-            )
-            now[depth] = (short_accepted[depth] + _SHORT_PRIOR * expected) / (short_reached[depth] + _SHORT_PRIOR)
-            usual = _NEXT_DEPTH * long[depth]
-        return now
+        usual = expected = [_FIRST * _NEXT_RANK**rank for rank in range(self.topk)]
+        now: list[list[float]] = []
+        above: list[float] = []
+        for tried, hits, lately, hits_lately in zip(*self._long.tolist(), *self._short.tolist(), strict=True):
+            long = _shrunk(tried, hits, usual, _LONG_PRIOR)
+            expected = long
+            if now:
+                expected = [
+                    min(here * rate / was, CEILING) for here, rate, was in zip(long, now[-1], above, strict=True)
+                ]
+            now.append(_shrunk(lately, hits_lately, expected, _SHORT_PRIOR))
+            usual, above = [_NEXT_DEPTH * rate for rate in long], long
+        return np.array(now)
+
+
+def _shrunk(tried: list[float], hits: list[float], prior: list[float], weight: float) -> list[float]:
+    """hits / tried, pulled towards a prior that counts as `weight` tries; lists by rank, since they are short."""
+    return [(h + weight * p) / (t + weight) for t, h, p in zip(tried, hits, prior, strict=True)]

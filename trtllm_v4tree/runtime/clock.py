@@ -17,6 +17,11 @@ class PhaseClock:
     def start(self) -> None:
         self._last = time.perf_counter()
 
+    @property
+    def total_ms(self) -> float:
+        """All phases up to the last mark."""
+        return 1e3 * sum(self.seconds.values())
+
     def mark(self, phase: str) -> None:
         now = time.perf_counter()
         self.seconds[phase] += now - self._last

@@ -18,6 +18,7 @@ Floats = NDArray[np.float64]
 Key = tuple[object, ...]
 _MEMORY, _ENOUGH = 48, 3
 _WILD = 3.0
+_ROW_MS = 0.01
 
 
 class _Scale:
@@ -49,12 +50,21 @@ class Costs:
         return self.table.draft_ms(*shape, batch) * self._scale("draft", batch, shape)
 
     def verify_ms(self, batch: int, max_nodes: int) -> Floats:
-        """Of passes over 1, 2, .. nodes per sequence: [max_nodes]."""
-        return self.table.target_curve(batch, max_nodes) * self._scale("verify", batch)
+        """Of passes over 1, 2, .. nodes per sequence: [max_nodes]. A pass over roots alone is a plain step."""
+        curve = self.table.target_curve(batch, max_nodes) * self._scale("verify", batch)
+        curve[0] = self.table.target_ms(batch, 1) * self._scale("plain", batch)
+        return curve
 
     def rest_ms(self, batch: int) -> float:
         """Accept, commit and host work of a round that drafts."""
         return self.table.overhead_ms(batch) * self._scale("rest", batch)
+
+    def backlog_ms(self, batch: int, rows: int) -> float:
+        """What a draft round takes longer where the drafter has not read `rows` rows of each sequence."""
+        return _ROW_MS * rows * batch * self._scale("backlog", batch)
+
+    def saw_backlog(self, batch: int, rows: int, ms: float) -> None:
+        self._add(ms / (_ROW_MS * rows * batch), "backlog", batch)
 
     def saw_plain(self, batch: int, ms: float) -> None:
         self._add(ms / (self.table.target_ms(batch, 1) + self.table.overhead_ms(batch)), "plain", batch)
@@ -63,12 +73,13 @@ class Costs:
         """ms: `verify`, `rest` and perhaps `draft` of a round that verified trees of up to `nodes` nodes."""
         if "draft" in ms:
             self._add(ms["draft"] / self.table.draft_ms(*shape, batch), "draft", batch, shape)
-        self._add(ms["verify"] / self.table.target_ms(batch, nodes), "verify", batch)
+        if nodes > 1:
+            self._add(ms["verify"] / self.table.target_ms(batch, nodes), "verify", batch)
         self._add(ms["rest"] / self.table.overhead_ms(batch), "rest", batch)
 
     def known(self, batch: int, drafting: bool) -> bool:
         """Whether enough rounds of this kind were run at about this batch size."""
-        scale = self._scales.get(("draft" if drafting else "plain", bucket(batch)))
+        scale = self._scales.get(("verify" if drafting else "plain", bucket(batch)))
         return scale is not None and scale.count >= _ENOUGH
 
     def _add(self, ratio: float, part: str, batch: int, *more: object) -> None:

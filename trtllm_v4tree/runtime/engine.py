@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.runtime.accept import Walk, walk, walk_lazily
+from trtllm_v4tree.runtime.bad_words import BadWords, Encode
+from trtllm_v4tree.runtime.chunks import Chunks
 from trtllm_v4tree.runtime.clock import PhaseClock
 from trtllm_v4tree.runtime.detokenize import Decoder
 from trtllm_v4tree.runtime.executor import DraftResult, Executor, StepResult
@@ -53,7 +55,7 @@ class _Slots:
     accepted rows which the drafter has not read."""
 
     def __init__(self, sizes: EngineSizes) -> None:
-        n = sizes.num_slots
+        n, self.most_unread = sizes.num_slots, sizes.max_commit
         self.length, self.root = [0] * n, [0] * n
         self.pages = np.zeros((n, sizes.pages_per_seq), np.int64)
         self.unread: list[list[int]] = [[] for _ in range(n)]
@@ -70,7 +72,7 @@ class _Slots:
     def commit(self, slot: int, following: list[int]) -> None:
         """Takes down that rows were committed, each by the token that follows it."""
         self.length[slot] += len(following)
-        self.unread[slot] += following
+        self.unread[slot] = (self.unread[slot] + following)[-self.most_unread :]
         self.root[slot] = following[-1] if following else self.root[slot]
 
 
@@ -105,13 +107,17 @@ class Engine:
         max_queue: int = 4096,
         deterministic: bool = False,
         latency: LatencyTable | None = None,
+        encode: Encode | None = None,
+        max_num_tokens: int = 0,
     ) -> None:
         self.executor, self.sizes, self.config = executor, executor.sizes, executor.config
         self.decoder, self.max_queue, self.deterministic = decoder, max_queue, deterministic
-        self.latency = latency
+        self.latency, self.encode = latency, encode
         self._queue: deque[Request] = deque()
         self._active: list[Request] = []
         self.clock = PhaseClock()
+        self._overtaking = False
+        self.chunks = Chunks(self.sizes.prefill_chunk, max_num_tokens)
         self._policies: dict[str, Policy | None] = {}
         self.set_speculation(speculation)
         self.pools = Pools(self.sizes)
@@ -138,7 +144,8 @@ class Engine:
         rules = FinishRules.of(params, self.config.eos_token_ids, len(ids), self.sizes.max_seq_len)
         if rules.stop and self.decoder is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids.")
-        request = Request(request_id or f"r{next(self._ids)}", ids, params, rules, self.decoder)
+        bad_words = BadWords.of(params, self.encode, self.config.vocab_size, self.config.eos_token_ids)
+        request = Request(request_id or f"r{next(self._ids)}", ids, params, rules, self.decoder, bad_words)
         need = self.pools.pages_for(request.tokens_reserved)
         if need > self.sizes.num_pages - 1:
             raise RequestError(
@@ -181,8 +188,9 @@ class Engine:
         self._admit()
         prefilling = [r for r in self._active if r.phase is Phase.PREFILL]
         if prefilling:
-            self._in_pass = self._chunk_batch(prefilling)
-            deltas += self._prefill(self._in_pass)
+            chunk = self._chunk()
+            self._in_pass = self._chunk_batch(prefilling, chunk)
+            deltas += self._prefill(self._in_pass, chunk)
         decoding = [r for r in self._active if r.phase is Phase.DECODE]
         if decoding:
             self._in_pass = decoding
@@ -220,23 +228,35 @@ class Engine:
 
     # ---------------------------------------------------------------- prefill
 
-    def _chunk_batch(self, prefilling: list[Request]) -> list[Request]:
-        """As many prompts as fill one chunk of tokens; at least one, and in deterministic mode no more."""
+    def _chunk(self) -> int:
+        """Prompt tokens of the next prefill pass; in deterministic mode always the same."""
+        decoding = sum(r.phase is Phase.DECODE for r in self._active)
         if self.deterministic:
-            return prefilling[:1]
+            return self.sizes.prefill_chunk
+        return self.chunks.tokens(decoding, 1 if self.policy is None else self.policy.max_nodes)
+
+    def _chunk_batch(self, prefilling: list[Request], chunk: int) -> list[Request]:
+        """As many prompts as fill one chunk of tokens, padding included; at least one, and in deterministic mode no more."""
+        waiting = self._in_turn(prefilling, chunk)
+        if self.deterministic:
+            return waiting[:1]
         batch: list[Request] = []
-        tokens = 0
-        for request in prefilling:
-            left = min(len(request.prefill_ids) - request.prefilled, self.sizes.prefill_chunk)
-            if batch and tokens + left > self.sizes.prefill_chunk:
+        width = 0
+        for request in waiting:
+            width = max(width, min(request.prefill_left, chunk))
+            if batch and (len(batch) + 1) * width > chunk:
                 break
             batch.append(request)
-            tokens += left
         return batch
 
-    def _prefill(self, batch: list[Request]) -> list[Delta]:
-        """One chunk of each prompt: a chain that is accepted whole."""
-        chunk = self.sizes.prefill_chunk
+    def _in_turn(self, prefilling: list[Request], chunk: int) -> list[Request]:
+        """First come, first served; in every other pass the prompts that it would complete overtake longer ones."""
+        self._overtaking = not self._overtaking
+        return sorted(prefilling, key=lambda r: r.prefill_left > chunk) if self._overtaking else prefilling
+
+    def _prefill(self, batch: list[Request], chunk: int) -> list[Delta]:
+        """At most `chunk` tokens of each prompt: a chain that is accepted whole."""
+        began = self.clock.total_ms
         parts = [r.prefill_ids[r.prefilled : r.prefilled + chunk] for r in batch]
         slots = [r.slot for r in batch]
         drafted = self._catch_up(slots)
@@ -256,6 +276,7 @@ class Engine:
         self._commit(step, result, paths, runs, drafted)
         for request, part in zip(batch, parts, strict=True):
             request.prefilled += len(part)
+        self.chunks.prefill.add(len(batch) * width, self.clock.total_ms - began)
         return deltas
 
     def _first_tokens(
@@ -275,6 +296,11 @@ class Engine:
             deltas.append(request.accept([token], self._logprobs(request, logits, [token])))
         return deltas, following
 
+    def _loses_rows(self, slots: list[int]) -> bool:
+        """Whether one more row would push out an unread one that the drafter's window still holds."""
+        most = self.sizes.max_commit
+        return most < self.sizes.window and any(len(self._slots.unread[s]) >= most for s in slots)
+
     def _catch_up(self, slots: list[int]) -> _Drafted | None:
         """Lets the drafter read rows committed earlier, before a pass that overwrites them or has no room for more."""
         if self.policy is None or not any(self._slots.unread[s] for s in slots):
@@ -284,7 +310,7 @@ class Engine:
     # ---------------------------------------------------------------- decode
 
     def _decode(self, batch: list[Request]) -> list[Delta]:
-        slots = [r.slot for r in batch]
+        began, slots = self.clock.total_ms, [r.slot for r in batch]
         proposal = self._propose(batch, slots)
         tree = proposal.tree
         step = step_tables(self.sizes, self._slots.sequences(slots), tree, every_node(len(batch), tree.nodes))
@@ -299,6 +325,7 @@ class Engine:
         deltas = self._finish(batch, visited, result)
         self.clock.mark("accept")
         self._commit(step, result, visited.paths, [d.token_ids for d in deltas], proposal.drafted)
+        self.chunks.decode.add(len(batch), self.clock.total_ms - began)
         if self.deterministic:
             self._restart_undecided(batch, visited)
         return deltas
@@ -315,8 +342,7 @@ class Engine:
         roots = [self._slots.root[s] for s in slots]
         shape = None if self.policy is None else self.policy.shape(len(batch))
         if self.policy is None or shape is None:
-            full = any(len(self._slots.unread[s]) >= self.sizes.max_commit for s in slots)
-            drafted = self._catch_up(slots) if full else None
+            drafted = self._catch_up(slots) if self._loses_rows(slots) else None
             return _Proposal(Tree.make([[ROOT]] * len(batch), [[root] for root in roots]), drafted)
         drafted = self._draft(slots, *shape)
         result = drafted.result
@@ -373,16 +399,14 @@ class Engine:
     def _edit(
         self, requests: list[Request], logits: NDArray[np.float32], prefixes: list[list[int]]
     ) -> NDArray[np.float32]:
-        """Penalties and min_tokens of each row's request, on a copy if there are any."""
+        """Penalties, min_tokens and bad words of each row's request, on a copy if there are any."""
         edited = logits
         for row, request in enumerate(requests):
             p = request.params
             if needs_logit_edits(p, len(request.output_ids) + len(prefixes[row])):
                 edited = logits.copy() if edited is logits else edited
-                rows = edited[row : row + 1]
-                apply_penalties(
-                    rows, request.prompt_ids, request.output_ids, [prefixes[row]], p, self.config.eos_token_ids
-                )
+                rows, past = edited[row : row + 1], (request.prompt_ids, request.output_ids, [prefixes[row]])
+                apply_penalties(rows, *past, p, self.config.eos_token_ids, request.bad_words)
         return edited
 
     def _finish(self, batch: list[Request], visited: Walk, result: StepResult) -> list[Delta]:
@@ -413,8 +437,7 @@ class Engine:
         if drafted is not None or self.policy is None:
             for slot in slots:
                 self._slots.unread[slot] = []
-        unread = [len(self._slots.unread[s]) for s in slots]
-        feeds = commit_tables(self.sizes, step, paths, [len(run) for run in runs], unread)
+        feeds = commit_tables(self.sizes, step, paths, [len(run) for run in runs])
         if drafted is not None:
             feeds.update(drafted.tables)
         self.clock.mark("host")

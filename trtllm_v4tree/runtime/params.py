@@ -9,6 +9,8 @@ from typing import Any
 from trtllm_v4tree.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256  # characters of a text, tokens of a sequence
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,9 @@ class SamplingParams:
 
     `stop` may be one string or several and is stored as a tuple, as `stop_token_ids` is. `seed=None` leaves the choice
     of a seed to the runtime. `logprobs=0` asks for the logprob of the emitted token alone.
+    `bad_words` are texts and `bad_words_list` token sequences that the output never completes: the last token of one is
+    banned wherever those before it have just come, prompt included. A text is banned as the tokenizer writes it at the
+    start of a text and behind a space; written with other tokens it may still appear.
     Raises `RequestError` naming the field, the value and what is allowed.
     """
 
@@ -32,6 +37,8 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    bad_words: str | Sequence[str] = ()
+    bad_words_list: Sequence[Sequence[int]] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
@@ -41,6 +48,7 @@ class SamplingParams:
         self._check_sampling()
         self._check_penalties()
         self._check_stops()
+        self._check_bad_words()
         for name in ("ignore_eos", "include_stop_str_in_output"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
 
@@ -102,6 +110,24 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
 
+    def _check_bad_words(self) -> None:
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        _require(
+            isinstance(words, Sequence) and len(words) <= MAX_BAD_WORDS and all(_is_word(w) for w in words),
+            "bad_words",
+            self.bad_words,
+            f"at most {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_LENGTH} characters",
+        )
+        ids = self.bad_words_list
+        _require(
+            _is_list(ids) and len(ids) <= MAX_BAD_WORDS and all(_is_sequence(i) for i in ids),
+            "bad_words_list",
+            ids,
+            f"at most {MAX_BAD_WORDS} lists of 1 to {MAX_BAD_WORD_LENGTH} token ids >= 0",
+        )
+        object.__setattr__(self, "bad_words", tuple(words))
+        object.__setattr__(self, "bad_words_list", tuple(tuple(int(t) for t in i) for i in ids))
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
@@ -111,10 +137,16 @@ class SamplingParams:
         """Whether any of the three penalties changes a logit."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def has_bad_words(self) -> bool:
+        return bool(self.bad_words or self.bad_words_list)
+
 
 def _require(ok: bool, name: str, value: Any, allowed: str) -> None:
     if not ok:
-        raise RequestError(f"{name} must be {allowed}, but the request has {value!r}; correct it or leave {name} out.")
+        raise RequestError(
+            f"{name} must be {allowed}, but the request has {value!r:.200}; correct it or leave {name} out."
+        )
 
 
 def _is_int(value: Any, low: int, high: float = math.inf) -> bool:
@@ -125,3 +157,20 @@ def _is_real(value: Any, low: float, high: float = math.inf) -> bool:
     return (
         isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and low <= float(value) <= high
     )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_word(value: Any) -> bool:
+    """Text that a tokenizer can read: lone surrogates are none."""
+    return (
+        isinstance(value, str)
+        and 1 <= len(value) <= MAX_BAD_WORD_LENGTH
+        and not any("\ud800" <= c <= "\udfff" for c in value)
+    )
+
+
+def _is_sequence(value: Any) -> bool:
+    return _is_list(value) and 1 <= len(value) <= MAX_BAD_WORD_LENGTH and all(_is_int(t, 0) for t in value)

@@ -6,6 +6,7 @@ import enum
 import secrets
 from dataclasses import dataclass, field
 
+from trtllm_v4tree.runtime.bad_words import BadWords
 from trtllm_v4tree.runtime.detokenize import Decoder, Detokenizer
 from trtllm_v4tree.runtime.finish import Cut, FinishRules, decide
 from trtllm_v4tree.runtime.params import SamplingParams
@@ -69,8 +70,10 @@ class Request:
         params: SamplingParams,
         rules: FinishRules,
         decoder: Decoder | None,
+        bad_words: BadWords | None = None,
     ) -> None:
         self.id, self.prompt_ids, self.params, self.rules = request_id, prompt_ids, params, rules
+        self.bad_words = bad_words
         self.seed = params.seed if params.seed is not None else secrets.randbits(62)
         self.phase = Phase.QUEUED
         self.slot, self.pages = 0, list[int]()
@@ -90,6 +93,11 @@ class Request:
     def tokens_reserved(self) -> int:
         """Context that the request can reach."""
         return len(self.prompt_ids) + self.rules.limit
+
+    @property
+    def prefill_left(self) -> int:
+        """Prompt tokens that no pass has read."""
+        return len(self.prefill_ids) - self.prefilled
 
     @property
     def room(self) -> int:

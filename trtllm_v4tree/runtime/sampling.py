@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trtllm_v4tree.runtime.bad_words import BadWords
 from trtllm_v4tree.runtime.params import SamplingParams
 
 Floats = NDArray[np.floating]
@@ -128,11 +129,12 @@ def target_distribution(
 
 def apply_penalties(
     logits: Floats,
-    prompt_ids: ArrayLike,
-    output_ids: ArrayLike,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
     path_tokens: Sequence[Sequence[int]],
     params: SamplingParams,
     eos_ids: Sequence[int] = (),
+    bad_words: BadWords | None = None,
 ) -> None:
     """Edit logits[N, V] of one request's N tree nodes in place, each for its own path.
 
@@ -140,7 +142,8 @@ def apply_penalties(
     root down to node n, n included; empty for the root, whose token is the last of prompt or output (see
     `accept.draft_paths`), so no token is counted twice. As in vLLM: repetition divides positive and multiplies negative
     logits of tokens in prompt, output or path; then frequency x count and presence are subtracted over output and path.
-    EOS and stop_token_ids are set to -inf at nodes whose path has emitted fewer than min_tokens.
+    EOS and stop_token_ids are set to -inf at nodes whose path has emitted fewer than min_tokens, and so is at each node
+    what `bad_words` ban after prompt, output and path.
     """
     assert len(path_tokens) == logits.shape[0], "one path per row"
     output = np.asarray(output_ids, np.int64)
@@ -150,11 +153,14 @@ def apply_penalties(
         early = [n for n, path in enumerate(path_tokens) if output.size + len(path) < params.min_tokens]
         ends = [i for i in {*eos_ids, *params.stop_token_ids} if i < logits.shape[1]]
         logits[np.ix_(early, ends)] = -np.inf
+    if bad_words is not None:
+        for row, path in zip(logits, path_tokens, strict=True):
+            row[bad_words.after(prompt_ids, output_ids, path)] = -np.inf
 
 
 def needs_logit_edits(params: SamplingParams, emitted: int) -> bool:
     """Whether `apply_penalties` would change anything after `emitted` output tokens."""
-    return params.has_penalties or emitted < params.min_tokens
+    return params.has_penalties or params.has_bad_words or emitted < params.min_tokens
 
 
 def top_logprobs(logits_row: Floats, chosen: int, n: int) -> TokenLogprobs:

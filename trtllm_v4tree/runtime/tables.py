@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_v4tree.runtime.tree import PAD, Bools, Ints, TreeShape, remembered, tree_shape
+from trtllm_v4tree.runtime.tree import PAD, Bools, Ints, TreeShape, chain_shape, remembered, tree_shape
 from trtllm_v4tree.sizes import EngineSizes
 
 Floats = NDArray[np.float32]
@@ -53,7 +53,7 @@ class Tree(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        return len(self.shapes[0].parents)
+        return len(self.shapes[0])
 
     @property
     def parents(self) -> Ints:
@@ -128,31 +128,28 @@ class _Kind(NamedTuple):
         return cls(name, ratio, page_rows, null, index // page_rows, 1 + index % page_rows)
 
 
-class _Static(NamedTuple):
-    """Constants of an engine's sizes; newest_first[p]: a place for the sink, then the ring rows of slot 0 from position p - 1 back: [W, W]."""
-
-    kinds: tuple[_Kind, ...]
-    newest_first: Ints
+@functools.lru_cache(maxsize=8)
+def _kinds(sizes: EngineSizes) -> tuple[_Kind, ...]:
+    """The compressors of an engine."""
+    s = sizes
+    csa = (_Kind.of("csa", s.csa_ratio, s.csa_page_rows, s.pages_per_seq),) if s.num_csa else ()
+    hca = (_Kind.of("hca", s.hca_ratio, s.hca_page_rows, s.pages_per_seq),) if s.num_hca else ()
+    return csa + hca
 
 
 @functools.lru_cache(maxsize=8)
-def _static(sizes: EngineSizes) -> _Static:
-    s, w = sizes, sizes.window
-    kinds = (
-        _Kind.of("csa", s.csa_ratio, s.csa_page_rows, s.pages_per_seq) if s.num_csa else None,
-        _Kind.of("hca", s.hca_ratio, s.hca_page_rows, s.pages_per_seq) if s.num_hca else None,
-    )
-    return _Static(tuple(k for k in kinds if k), 1 + (np.arange(w)[:, None] - np.arange(w)) % w)
+def _newest_first(window: int) -> Ints:
+    """Of slot 0 by length modulo W: a place for the sink, then the rows of the last W - 1 positions, newest first: [W, W]."""
+    return 1 + (np.arange(window)[:, None] - np.arange(window)) % window
 
 
-def window_rows(sizes: EngineSizes, slots: Sequence[int], lengths: Sequence[int]) -> Ints:
+def window_rows(window: int, slots: Sequence[int], lengths: Sequence[int]) -> Ints:
     """The sink's zero row, then the rows of the last W - 1 committed positions, newest first: [B, 1 + Wn]; row 0 where there is none."""
-    w = sizes.window
-    width = min(max(lengths), w - 1)
-    rows = _static(sizes).newest_first.take([length % w for length in lengths], axis=0)
-    rows += _ints([[slot * w] for slot in slots])
+    width = min(max(lengths), window - 1)
+    rows = _newest_first(window).take([length % window for length in lengths], axis=0)
+    rows += _ints([[slot * window] for slot in slots])
     rows[:, 0] = 0
-    if width < w - 1:
+    if width < window - 1:
         rows = rows[:, : 1 + width]
     for b, length in enumerate(lengths):
         if length < width:
@@ -161,13 +158,12 @@ def window_rows(sizes: EngineSizes, slots: Sequence[int], lengths: Sequence[int]
 
 
 @remembered
-def window_mask(parents: tuple[int, ...], window: int) -> Floats:
+def window_mask(shape: TreeShape, window: int) -> Floats:
     """What the nodes of a tree see of [sink | W - 1 held window rows, newest first | nodes]: additive [N, W + N]."""
-    shape = tree_shape(parents)
     depth = np.array(shape.depth)
     aged = np.arange(window - 1) >= window - 1 - depth[:, None]
     fresh = shape.reach & (depth[:, None] - depth < window)
-    hidden = np.concatenate([np.zeros((len(parents), 1), bool), aged, ~fresh], axis=1)
+    hidden = np.concatenate([np.zeros((len(shape), 1), bool), aged, ~fresh], axis=1)
     return np.where(hidden, _HIDDEN, np.float32(0))
 
 
@@ -205,10 +201,9 @@ def climb(parents: Row, node: int, count: int) -> list[int]:
 
 
 @remembered
-def window_ends(parents: tuple[int, ...], kind: str, ratio: int, phase: int) -> WindowEnds:
+def window_ends(shape: TreeShape, kind: str, ratio: int, phase: int) -> WindowEnds:
     """Nodes that complete a window where the root's position is `phase` modulo the ratio."""
-    shape = tree_shape(parents)
-    depth = shape.depth
+    parents, depth = shape.parents, shape.depth
     nodes = [n for n, up in enumerate(parents) if up != PAD and (phase + depth[n] + 1) % ratio == 0]
     csa = kind == "csa"
     pool_row, null = (csa_pool_row, CSA_NULL) if csa else (hca_pool_row, HCA_NULL)
@@ -249,18 +244,18 @@ def every_node(batch: int, nodes: int) -> Ints:
 def step_tables(sizes: EngineSizes, seqs: Sequences, tree: Tree, logit_nodes: Ints) -> StepTables:
     """All inputs of `target_step` but the states."""
     slots, lengths = _row(seqs.slots), _row(seqs.lengths)
-    masks = [window_mask(shape.parents, sizes.window) for shape in tree.shapes]
+    masks = [window_mask(shape, sizes.window) for shape in tree.shapes]
     positions = _ints([[n + d for d in shape.depth] for n, shape in zip(lengths, tree.shapes, strict=True)])
     feeds: Feeds = {
         "token_ids": _ints(tree.tokens),
         "positions": positions,
         "logit_nodes": logit_nodes,
         "slots": _ints(slots),
-        "window_rows": window_rows(sizes, slots, lengths),
+        "window_rows": window_rows(sizes.window, slots, lengths),
         "node_mask": held_mask(masks, lengths, sizes.window),
     }
     ends = {}
-    for kind in _static(sizes).kinds:
+    for kind in _kinds(sizes):
         found = ends[kind.name] = _find_ends(kind, lengths, tree)
         feeds.update(_entry_feeds(kind, seqs.pages, lengths, found))
     return StepTables(feeds, seqs, tree, positions, ends)
@@ -271,7 +266,7 @@ def _find_ends(kind: _Kind, lengths: Sequence[int], tree: Tree) -> list[WindowEn
     ends, name, ratio = [], kind.name, kind.ratio
     for length, shape in zip(lengths, tree.shapes, strict=True):
         phase = length % ratio
-        ends.append(window_ends(shape.parents, name, ratio, phase if phase + shape.height >= ratio else 0))
+        ends.append(window_ends(shape, name, ratio, phase if phase + shape.height >= ratio else 0))
     return ends
 
 
@@ -281,7 +276,7 @@ def _entry_feeds(kind: _Kind, pages: Ints, lengths: Sequence[int], ends: list[Wi
     if any(own.nodes for own in ends):
         table, positions, branch = _branch_tables(kind, lengths, ends)
     else:
-        table, positions, branch = _no_branches(len(ends), *ends[0].rows.shape, *ends[0].mask.shape)
+        table, positions, branch = _no_branches(len(ends), len(ends[0].mask), ends[0].rows.shape[1])
     return {
         f"{kind.name}_rows": entry_rows(kind, pages, counts),
         f"{kind.name}_pool_table": table,
@@ -302,11 +297,10 @@ def _branch_tables(kind: _Kind, lengths: Sequence[int], ends: list[WindowEnds]) 
 
 
 @functools.lru_cache(maxsize=64)
-def _no_branches(batch: int, most: int, width: int, nodes: int, columns: int) -> tuple[Ints, Ints, Floats]:
+def _no_branches(batch: int, nodes: int, width: int) -> tuple[Ints, Ints, Floats]:
     """The same where no node completes a window, as in most rounds."""
-    shapes = (batch, most, width), (batch, most), (batch, nodes, columns)
-    table, positions, mask = (np.zeros(shape, np.int64) for shape in shapes)
-    return table, positions, mask.astype(np.float32)
+    table, positions = np.zeros((batch, 0, width), np.int64), np.zeros((batch, 0), np.int64)
+    return table, positions, np.zeros((batch, nodes, 0), np.float32)
 
 
 def entry_mask(counts: list[int], branch: Floats) -> Floats:
@@ -334,27 +328,22 @@ def _stacked(tables: Sequence[NDArray[Scalar]], fill: Scalar | int) -> NDArray[S
     return out
 
 
-def commit_tables(sizes: EngineSizes, step: StepTables, path: Rows, counts: Row, unread: Row | None = None) -> Feeds:
-    """Inputs of `commit` for accepted node ids `path` [B, T] of which the first `counts` [B] are kept (law 2).
-
-    unread [B]: rows of the streams pool that the drafter has yet to read; new ones go behind them.
-    """
+def commit_tables(sizes: EngineSizes, step: StepTables, path: Rows, counts: Row) -> Feeds:
+    """Inputs of `commit` for accepted node ids `path` [B, T] of which the first `counts` [B] are kept (law 2)."""
     n, w, lengths = step.tree.nodes, sizes.window, _row(step.seqs.lengths)
     paths = [tuple(line[:k]) for line, k in zip(_listed(path), _row(counts), strict=True)]
-    behind = [0] * len(paths) if unread is None else _row(unread)
     accepted: list[int] = []
     ring: list[int] = []
     streams: list[int] = []
     for b, (line, slot, length) in enumerate(zip(paths, _row(step.seqs.slots), lengths, strict=True)):
         accepted += [b * n + node for node in line]
         ring += ring_rows(w, slot, length, length + len(line))
-        first = 1 + slot * sizes.max_commit + behind[b]
-        streams += range(first, first + len(line))
+        streams += stream_rows(sizes.max_commit, slot, length, length + len(line))
     feeds: Feeds = {"slots": step.feeds["slots"], "accepted": _ints(accepted), "window_dst": _ints(ring)}
     if sizes.has_mtp:
         feeds["stream_dst"] = _ints(streams)
     longest = max(map(len, paths))
-    for kind in _static(sizes).kinds:
+    for kind in _kinds(sizes):
         ratio, width = kind.ratio, 1 + min(longest, kind.ratio)
         folds = [fold_rows(p, kind.name, ratio, at % ratio, width) for p, at in zip(paths, lengths, strict=True)]
         feeds[f"{kind.name}_fold_table"] = _ints(folds)
@@ -366,6 +355,12 @@ def ring_rows(window: int, slot: int, start: int, end: int) -> list[int]:
     """Ring rows of positions start .. end - 1; the bin for those that the same commit overwrites."""
     base, kept = 1 + slot * window, max(start, end - window)
     return [BIN_WINDOW_ROW] * (kept - start) + [base + p % window for p in range(kept, end)]
+
+
+def stream_rows(max_commit: int, slot: int, start: int, end: int) -> list[int]:
+    """Rows of the streams pool of positions start .. end - 1: a ring of the newest `max_commit`, read by the drafter or not."""
+    base = 1 + slot * max_commit
+    return [base + p % max_commit for p in range(start, end)]
 
 
 def _emitted(kind: _Kind, step: StepTables, paths: list[tuple[int, ...]], lengths: Sequence[int]) -> Feeds:
@@ -425,15 +420,15 @@ def draft_tables(
     slots, unread, w = _row(seqs.slots), _row(pending), sizes.window
     start = [length - count for length, count in zip(_row(seqs.lengths), unread, strict=True)]
     width = max(unread)
-    first = [1 + slot * sizes.max_commit for slot in slots]
-    masks = [window_mask(tuple(range(-1, width - 1)), w)] * len(slots)
+    streams = [stream_rows(sizes.max_commit, s, n, n + k) for s, n, k in zip(slots, start, unread, strict=True)]
+    masks = [window_mask(chain_shape(width), w)] * len(slots)
     feeds: Feeds = {
-        "stream_rows": _ints([[*range(n, n + k), *[0] * (width - k)] for n, k in zip(first, unread, strict=True)]),
+        "stream_rows": _ints([[*rows, *[0] * (width - len(rows))] for rows in streams]),
         "next_tokens": _ints(
             [[*line[:k], *[0] * (width - k)] for line, k in zip(_listed(next_tokens), unread, strict=True)]
         ),
         "positions": _ints([[*range(n, n + k), *[n] * (width - k)] for n, k in zip(start, unread, strict=True)]),
-        "mtp_window_rows": window_rows(sizes, slots, start),
+        "mtp_window_rows": window_rows(w, slots, start),
         "catchup_mask": held_mask(masks, start, w),
     }
     if steps:
@@ -450,7 +445,7 @@ def level_mask(pending: int, width: int, levels: int, window: int) -> Floats:
 
     They are the rows of a chain that goes on behind the `pending` accepted ones, but for what they see of themselves.
     """
-    further = window_mask(tuple(range(-1, pending + levels - 1)), window)[pending:]
+    further = window_mask(chain_shape(pending + levels), window)[pending:]
     mask = np.full((levels, window + width), _HIDDEN)
     mask[:, : window + pending] = further[:, : window + pending]
     return mask

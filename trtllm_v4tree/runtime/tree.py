@@ -20,7 +20,7 @@ from trtllm_v4tree.errors import RequestError
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 ROOT, PAD = -1, -2
-_REMEMBERED, _WIDEST_REMEMBERED = 1024, 32
+_REMEMBERED, _WIDEST_REMEMBERED = 512, 128
 F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"s(\d+)_k(\d+)_d(\d+)")
 
@@ -65,7 +65,8 @@ def chain(batch: int, length: int) -> Ints:
     return np.broadcast_to(np.arange(-1, length - 1, dtype=np.int64), (batch, length))
 
 
-class TreeShape(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TreeShape:
     """What the parents of one tree of N nodes determine; padding has no depth, no ancestors and not even itself."""
 
     parents: tuple[int, ...]
@@ -75,14 +76,17 @@ class TreeShape(NamedTuple):
     reach: Bools
     """[N, N]: [n, k] is true if k is n or an ancestor of n."""
 
+    def __len__(self) -> int:
+        return len(self.parents)
+
 
 def remembered(make: F) -> F:
-    """Caches a pure function whose first argument is a tree's parents or a path: few shapes come again and again. Nobody may write to
-    what it returns. Wide ones (a prefill chunk) are made anew: they are rare, and their masks are large.
+    """Caches a pure function whose first argument is a tree or a path: few shapes come again and again. Nobody may write to what it
+    returns. Very wide ones (a large prefill chunk) are made anew: they are rare, and their masks are large.
     """
     cached = functools.lru_cache(maxsize=_REMEMBERED)(make)
 
-    def call(nodes: tuple[int, ...], *args: Any) -> Any:
+    def call(nodes: TreeShape | tuple[int, ...], *args: Any) -> Any:
         return (cached if len(nodes) <= _WIDEST_REMEMBERED else make)(nodes, *args)
 
     return cast(F, functools.wraps(make)(call))
@@ -99,6 +103,11 @@ def tree_shape(parents: tuple[int, ...]) -> TreeShape:
             depth[node] = depth[parent] + 1
         reach[node, node] = parent != PAD
     return TreeShape(parents, tuple(depth), 1 + max(depth), reach)
+
+
+def chain_shape(length: int) -> TreeShape:
+    """A chain of `length` nodes."""
+    return tree_shape(tuple(range(-1, length - 1)))
 
 
 class Selected(NamedTuple):

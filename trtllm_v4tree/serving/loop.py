@@ -6,6 +6,7 @@ An exception in a pass ends the requests in that pass; the others go on, since a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -79,9 +80,10 @@ class EngineLoop:
         threads: int = 0,
         max_queue: int = 256,
         deterministic: bool = False,
+        max_num_tokens: int = 0,
     ) -> EngineLoop:
         """Loads an engine directory and starts its thread."""
-        llm = LLM(engine_dir, speculation, threads=threads, deterministic=deterministic)
+        llm = LLM(engine_dir, speculation, threads=threads, deterministic=deterministic, max_num_tokens=max_num_tokens)
         loop = cls(llm.engine, llm.tokenizer, max_queue)
         loop.start()
         return loop
@@ -171,6 +173,10 @@ class EngineLoop:
                 ticket.request = self._admit(ticket)
             except ServingError as error:
                 self._refuse(ticket, error)
+            except Exception as error:
+                log("admission_failed", logging.ERROR, exc_info=True, request_id=ticket.submission.request_id)
+                reason = f"the request could not be read ({type(error).__name__})."
+                self._refuse(ticket, ServingError(Code.INTERNAL, reason))
             else:
                 self.stats.requests += 1
                 self.stats.prompt_tokens += len(ticket.request.prompt_ids)
@@ -238,8 +244,21 @@ class EngineLoop:
 
     def _deliver(self) -> None:
         for ticket in self._live:
-            self._deliver_one(ticket)
+            try:
+                self._deliver_one(ticket)
+            except Exception as error:
+                self._give_up_on(ticket, error)
         self._live = [t for t in self._live if t.request is not None and t.request.finish_reason is None]
+
+    def _give_up_on(self, ticket: LoopTicket, error: Exception) -> None:
+        """Ends a request whose events cannot be handed out; the others go on."""
+        log("delivery_failed", logging.ERROR, exc_info=True, request_id=ticket.submission.request_id)
+        assert ticket.request is not None
+        self.engine.cancel(ticket.request)
+        ticket.error = ServingError(Code.INTERNAL, f"the result could not be handed out ({type(error).__name__}).")
+        if ticket.request.finish_reason is not None:
+            with contextlib.suppress(Exception):
+                self._end(ticket, failure(ticket.error, ticket.usage()))
 
     def _deliver_one(self, ticket: LoopTicket) -> None:
         request, tally = ticket.request, ticket.tally
@@ -252,6 +271,7 @@ class EngineLoop:
             return
         new = len(request.output_ids) - tally.tokens
         if not new and request.finish_reason is None:
+            tally.settle(request, self.stats)  # deterministic mode: a round that chose nothing for sure
             return
         event = Event(
             request.output_ids[tally.tokens :],

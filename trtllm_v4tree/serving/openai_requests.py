@@ -42,6 +42,7 @@ _SAMPLING_FIELDS = frozenset(
         "seed",
         "stop",
         "stop_token_ids",
+        "bad_words",
         "ignore_eos",
         "min_tokens",
         "include_stop_str_in_output",

@@ -1,7 +1,7 @@
 """Request semantics in one place: what every protocol's request becomes, and the limits it must keep.
 
 `triton_requests` and `openai_requests` read the two wire forms and end here. What a client may send and this engine cannot do is refused; a
-value that asks for nothing (beam_width 1, an empty bad_words) is accepted. Errors name the client's field and its limit.
+value that asks for nothing (beam_width 1) is accepted. Errors name the client's field and its limit.
 """
 
 from __future__ import annotations

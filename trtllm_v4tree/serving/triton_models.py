@@ -47,6 +47,7 @@ class Settings:
     deterministic: bool = False
     threads: int = 0
     max_queue_size: int = 256
+    max_num_tokens: int = 0
     exclude_input_in_output: bool = True
     max_request_seconds: float = 0.0
     log_level: str = "info"
@@ -66,6 +67,7 @@ class Settings:
             deterministic=_switch(given, "deterministic", False),
             threads=_number(given, "threads", 0, 1024),
             max_queue_size=_number(given, "max_queue_size", 256, 1 << 20),
+            max_num_tokens=_number(given, "max_num_tokens", 0, 1 << 20),
             exclude_input_in_output=_switch(given, "exclude_input_in_output", True),
             max_request_seconds=float(_number(given, "max_request_seconds", 0, 1 << 30)),
             log_level=given.get("log_level") or "info",
@@ -300,7 +302,9 @@ class TokenModel(_Model):
     def initialize(self, args: dict[str, str]) -> None:
         self.start(json.loads(args["model_config"]))
         s = self.settings
-        self.loop = EngineLoop.load(s.engine_dir, s.speculation, s.threads, s.max_queue_size, s.deterministic)
+        self.loop = EngineLoop.load(
+            s.engine_dir, s.speculation, s.threads, s.max_queue_size, s.deterministic, s.max_num_tokens
+        )
         self.backend = self.loop
         self.owner = Owner(self.loop, s.socket)
         self.exporter = Exporter(self.pb, self.loop.stats)

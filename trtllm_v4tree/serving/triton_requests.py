@@ -28,10 +28,8 @@ def text_request(
     """The tensors of the model `ensemble`, as TensorRT-LLM's clients send them."""
     _refuse_unsupported(tensors, _REFUSED_TEXT)
     prompt = _text(tensors, "text_input", limits.max_prompt_bytes)
-    stop = _strings(tensors, "stop_words")
-    return _generation(
-        tensors, limits, request_id, exclude_prompt, timeout_s, prompt, _TEXT_NAMES, "stream", {"stop": stop}
-    )
+    extra = {"stop": _strings(tensors, "stop_words"), "bad_words": _strings(tensors, "bad_words")}
+    return _generation(tensors, limits, request_id, exclude_prompt, timeout_s, prompt, _TEXT_NAMES, "stream", extra)
 
 
 def token_request(
@@ -48,8 +46,9 @@ def token_request(
     given = _integer(tensors, "input_lengths", len(prompt))
     if given != len(prompt):
         raise invalid("input_lengths", f"is {given} and input_ids has {len(prompt)} tokens: send the number of tokens.")
-    stop_ids, stop = _stop_sequences(tensors, limits, decode)
-    extra = {"stop": stop, "stop_token_ids": stop_ids}
+    stop_ids, stop = _stops(_sequences(tensors, "stop_words_list", limits), decode)
+    bad_words = _sequences(tensors, "bad_words_list", limits)
+    extra = {"stop": stop, "stop_token_ids": stop_ids, "bad_words_list": bad_words}
     return _generation(tensors, limits, request_id, exclude_prompt, timeout_s, prompt, _TOKEN_NAMES, "streaming", extra)
 
 
@@ -68,6 +67,7 @@ _TEXT_NAMES = {
     "top_p": "top_p",
     "min_p": "min_p",
     "stop": "stop_words",
+    "bad_words": "bad_words",
     **_COMMON,
 }
 _TOKEN_NAMES = {
@@ -78,6 +78,7 @@ _TOKEN_NAMES = {
     "min_p": "runtime_min_p",
     "stop": "stop_words_list",
     "stop_token_ids": "stop_words_list",
+    "bad_words_list": "bad_words_list",
     **_COMMON,
 }
 
@@ -95,10 +96,6 @@ def _equals(*values: float) -> Callable[[NDArray[Any]], bool]:
     return lambda array: bool(np.isin(array, values).all())
 
 
-def _empty(array: NDArray[Any]) -> bool:
-    return all(not item for item in array.reshape(-1).tolist())
-
-
 _ALWAYS_REFUSED = (
     _Refused("beam_width", _equals(1), "must be 1: beam search is not supported."),
     _Refused(
@@ -109,16 +106,10 @@ _ALWAYS_REFUSED = (
 )
 _REFUSED_TEXT = (
     *_ALWAYS_REFUSED,
-    _Refused("bad_words", _empty, "must be empty: banned words are not supported."),
     _Refused("length_penalty", _equals(0, 1), "must be 1: it belongs to beam search, which is not supported."),
 )
 _REFUSED_TOKEN = (
     *_ALWAYS_REFUSED,
-    _Refused(
-        "bad_words_list",
-        lambda a: a.size == 0 or bool((a[..., -1, :] == -1).all()),
-        "must be empty: banned words are not supported.",
-    ),
     _Refused("len_penalty", _equals(0, 1), "must be 1: it belongs to beam search, which is not supported."),
 )
 
@@ -234,33 +225,34 @@ def _token_ids(tensors: Tensors, name: str, limits: Limits) -> list[int]:
     return checked_ids(ids.tolist(), name, limits)
 
 
-def _stop_sequences(
-    tensors: Tensors, limits: Limits, decode: Callable[[Sequence[int]], str] | None
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """TensorRT-LLM's form, int32 [1, 2, n]: all tokens in a row, then the end of each sequence, padded with -1.
-
-    One token stops by id. Several stop where their text appears, however it is tokenised.
-    """
-    name = "stop_words_list"
+def _sequences(tensors: Tensors, name: str, limits: Limits) -> list[list[int]]:
+    """TensorRT-LLM's form, int32 [1, 2, n]: all tokens in a row, then the end of each sequence, padded with -1."""
     array = tensors.get(name)
     if array is None or array.size == 0:
-        return (), ()
+        return []
     if array.ndim < 2 or array.shape[-2] != 2 or array.size != 2 * array.shape[-1]:
         raise invalid(name, f"has shape {list(array.shape)}: send [1, 2, n], the tokens and the end of each sequence.")
     flat, ends = array.reshape(2, -1).tolist()
-    ids, texts, start = [], [], 0
+    found, start = [], 0
     for end in (e for e in ends if e != -1):
         if not start < end <= len(flat):
             raise invalid(name, f"has the end {end} after {start}: ends rise and are at most {len(flat)}.")
-        sequence = checked_ids(flat[start:end], name, limits)
+        found.append(checked_ids(flat[start:end], name, limits))
         start = end
-        if len(sequence) == 1:
-            ids.append(sequence[0])
-        elif decode is None or not (text := decode(sequence)):
+    return found
+
+
+def _stops(
+    sequences: list[list[int]], decode: Callable[[Sequence[int]], str] | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Token ids and texts that stop: one token by its id, several where their text appears, however it is tokenised."""
+    texts = []
+    for sequence in (s for s in sequences if len(s) > 1):
+        text = decode(sequence) if decode is not None else ""
+        if not text:
             raise invalid(
-                name,
+                "stop_words_list",
                 f"has the sequence {sequence}, which has no text: stop sequences of several tokens stop by their text.",
             )
-        else:
-            texts.append(text)
-    return tuple(ids), tuple(texts)
+        texts.append(text)
+    return tuple(s[0] for s in sequences if len(s) == 1), tuple(texts)

@@ -134,6 +134,18 @@ inline int64_t linear_cost(int64_t rows, const Packed& w) {
   return std::max(rows * elements / 50, elements * (w.half ? 2 : 4) / 60);
 }
 
+// Order of indices: larger values first, lower indices first among equals. What is not a number comes before all, so that it is not
+// dropped, and so that this is an order (a sort by an order that is none may leave its bounds).
+struct Descending {
+  const float* value;
+  bool operator()(int64_t a, int64_t b) const {
+    const float x = value[a], y = value[b];
+    const bool x_is_nan = x != x, y_is_nan = y != y;
+    if (x_is_nan != y_is_nan) return x_is_nan;
+    return x > y || (!(x < y) && a < b);
+  }
+};
+
 // Floats that live until the call ends; one growing buffer per thread and purpose.
 inline float* scratch(std::vector<float>& buffer, int64_t count) {
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);

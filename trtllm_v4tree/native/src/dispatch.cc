@@ -8,7 +8,7 @@ namespace v4tree {
 namespace base {
 extern const Kernels table;
 }
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)  // clang takes no target pragma: the portable body alone
 namespace avx2 {
 extern const Kernels table;
 }
@@ -18,7 +18,7 @@ extern const Kernels table;
 #endif
 
 static const Kernels& choose() {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)  // clang takes no target pragma: the portable body alone
   const char* cap = std::getenv("V4TREE_CPU");  // "base" or "avx2" hold back newer instructions, for tests
   const bool below_avx2 = cap && std::strcmp(cap, "base") == 0, below_avx512 = below_avx2 || (cap && std::strcmp(cap, "avx2") == 0);
   __builtin_cpu_init();

@@ -62,8 +62,8 @@ struct Kernels {
   void (*pool)(const float* const* rows, int64_t num_rows, int64_t dim, float* out);
   // The same pool as a row to pool again: out[c] = log of the sum of exp of the scores, out[dim + c] = the pooled value.
   void (*fold)(const float* const* rows, int64_t num_rows, int64_t dim, float* out);
-  // max, and log of the sum of exp
-  float (*log_sum_exp)(const float* x, int64_t count);
+  // log of the sum of exp(x - top)
+  float (*log_sum_exp)(const float* x, int64_t count, float top);
   // first index at or after `from` whose value is above `floor`, else count
   int64_t (*next_above)(const float* x, int64_t from, int64_t count, float floor);
 };

@@ -13,6 +13,7 @@ V4_INLINE vf load(const float* p) {
 }
 V4_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 V4_INLINE vf splat(float x) { return vf{} + x; }
+// The second where either is not a number.
 V4_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 V4_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 
@@ -22,7 +23,7 @@ V4_INLINE float total(vf v) {
   return sum;
 }
 
-// e^x to about one unit in the last place; exactly 0 below -87.3 (so for -inf), saturating above 88.
+// e^x to about one unit in the last place; 0 below -87.3 (so for -inf), infinite above 88, NaN for NaN.
 V4_INLINE vf vexp(vf x) {
   const vf clamped = vmin(vmax(x, splat(-87.3f)), splat(88.0f));
   const vf whole = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;
@@ -37,7 +38,8 @@ V4_INLINE vf vexp(vf x) {
   const vi power = (__builtin_convertvector(whole, vi) + 127) << 23;
   vf scale;
   __builtin_memcpy(&scale, &power, sizeof scale);
-  return x < -87.3f ? vf{} : p * scale;
+  const vf bounded = x <= 88.0f ? p * scale : x + __builtin_inff();
+  return x < -87.3f ? vf{} : bounded;
 }
 
 V4_INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
@@ -218,7 +220,7 @@ static void sinkhorn(float* c, int64_t m, int64_t iterations, float eps) {
 }
 
 V4_INLINE vf gated(vf gate, vf up, float limit, float scale) {
-  const vf g = vmin(gate, splat(limit)), u = vmin(vmax(up, splat(-limit)), splat(limit));
+  const vf g = vmin(splat(limit), gate), u = vmin(splat(limit), vmax(splat(-limit), up));
   return g * vsigmoid(g) * u * scale;
 }
 
@@ -299,22 +301,13 @@ static void fold(const float* const* rows, int64_t num_rows, int64_t dim, float*
   }
 }
 
-V4_INLINE float largest(vf v) {
-  float top = v[0];
-  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
-  return top;
-}
-
-static float log_sum_exp(const float* x, int64_t count) {
-  vf tops = splat(x[0]), acc = vf{};
+static float log_sum_exp(const float* x, int64_t count, float top) {
+  vf acc = vf{};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) tops = vmax(tops, load(x + i));
-  float top = largest(tops);
-  for (; i < count; ++i) top = x[i] > top ? x[i] : top;
-  for (i = 0; i + kLanes <= count; i += kLanes) acc += vexp(load(x + i) - top);
+  for (; i + kLanes <= count; i += kLanes) acc += vexp(load(x + i) - top);
   float sum = total(acc);
   for (; i < count; ++i) sum += __builtin_expf(x[i] - top);
-  return top + __builtin_logf(sum);
+  return __builtin_logf(sum);
 }
 
 static int64_t next_above(const float* x, int64_t from, int64_t count, float floor) {

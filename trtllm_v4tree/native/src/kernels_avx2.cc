@@ -1,6 +1,6 @@
 #include "kernels.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)  // clang takes no target pragma: the portable body alone
 #pragma GCC target("avx2,fma")
 #define V4_NAME "avx2"
 namespace v4tree::avx2 {

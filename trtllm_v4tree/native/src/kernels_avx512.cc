@@ -1,6 +1,6 @@
 #include "kernels.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(__clang__)  // clang takes no target pragma: the portable body alone
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
 #define V4_NAME "avx512"
 namespace v4tree::avx512 {

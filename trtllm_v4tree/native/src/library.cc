@@ -1,5 +1,6 @@
 // Registration of the operators in the domain `v4tree`.
 #include <cctype>
+#include <mutex>
 
 #include "ops.h"
 
@@ -75,14 +76,18 @@ extern "C" __attribute__((visibility("default"))) void v4tree_set_num_threads(in
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace v4tree;
   const OrtApi* api = base->get_api(ort::kApiVersion);
-  static OrtCustomOpDomain* domain = nullptr;  // lives as long as the process, as sessions may
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> lock(one_at_a_time);
+  static OrtCustomOpDomain* domain = nullptr;  // whole or null; lives as long as the process, as sessions may
   if (domain == nullptr) {
-    if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCreateCustomOpDomain, "v4tree", &domain)) return s;
+    OrtCustomOpDomain* made = nullptr;
+    if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCreateCustomOpDomain, "v4tree", &made)) return s;
     for (const OrtCustomOp* op :
          {descriptor<Linear>(), descriptor<HyperMix>(), descriptor<HyperPost>(), descriptor<HyperHead>(),
           descriptor<MixtureOfExperts>(), descriptor<TopLogProbs>(), descriptor<RopeTables>(), descriptor<AttentionInputs>(), descriptor<TreePool>(),
           descriptor<TreeIndexSelect>(), descriptor<TreeAttention>(), descriptor<PutRows>(), descriptor<FoldRows>()})
-      if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCustomOpDomainAdd, domain, op)) return s;
+      if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCustomOpDomainAdd, made, op)) return s;
+    domain = made;
   }
   return ort::call<OrtStatus*>(api, ort::kAddCustomOpDomain, options, domain);
 }

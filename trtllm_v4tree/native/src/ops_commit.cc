@@ -36,7 +36,7 @@ FoldRows::FoldRows(const Attributes& a) : layers(a.integer("layers")) {}
 void FoldRows::run(const Context& ctx) const {
   const Tensor state = ctx.input(0), raw = ctx.input(1), slots = ctx.input(2), table = ctx.input(3);
   const int64_t held = state.dim(0) / layers, states = state.dim(1), width = state.dim(2), dim = width / 2;
-  const int64_t batch = slots.count(), terms = table.dim(2), rows = raw.count() / (layers * batch * width);
+  const int64_t batch = slots.count(), terms = table.dim(2), rows = raw.count(2) / width;
   require(dim % kLanes == 0 && raw.dim(0) == layers && raw.dim(1) == batch, "the raw rows do not fit the state");
   require(table.dim(0) == batch && table.dim(1) == states, "the fold table does not fit the state");
   float* out = written(ctx, state);

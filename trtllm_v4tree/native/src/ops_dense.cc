@@ -64,9 +64,8 @@ void HyperMix::run(const Context& ctx) const {
   float* x = ctx.output_f32(0, {batch, nodes, dim});
   float* post = ctx.output_f32(1, {batch, nodes, 1, m});
   float* comb = ctx.output_f32(2, {batch, nodes, m, m});
-  const int64_t group = std::min<int64_t>(kLanes, rows);
-  ctx.parallel((rows + group - 1) / group, [&](int64_t task) {
-    const int64_t first = task * group, count = std::min(group, rows - first);
+  ctx.parallel((rows + kLanes - 1) / kLanes, [&](int64_t task) {
+    const int64_t first = task * kLanes, count = std::min<int64_t>(kLanes, rows - first);
     const float* z = streams.f32() + first * m * dim;
     std::vector<float> mix(count * gains), lanes(m * m * kLanes, 0.0f);
     kernels().linear(z, m * dim, count, fn, 0, fn.blocks, mix.data(), gains, gains);
@@ -167,9 +166,7 @@ static Routing route_tokens(const MixtureOfExperts& op, const float* hidden, int
     } else {
       for (int64_t e = 0; e < op.experts; ++e) biased[e] = score[e] + route.f32()[e];
       std::iota(order.begin(), order.end(), 0);
-      std::partial_sort(order.begin(), order.begin() + op.topk, order.end(), [&](int64_t a, int64_t b) {
-        return biased[a] > biased[b] || (biased[a] == biased[b] && a < b);
-      });
+      std::partial_sort(order.begin(), order.begin() + op.topk, order.end(), Descending{biased.data()});
       std::copy_n(order.begin(), op.topk, chosen.begin() + t * op.topk);
     }
     float sum = 0;
@@ -273,8 +270,8 @@ void TopLogProbs::run(const Context& ctx) const {
       };
       for (int64_t c = 0; c < topk; ++c) insert(c, c);
       for (int64_t c = topk; (c = kernels().next_above(row, c, columns, best[topk - 1].first)) < columns; ++c) insert(topk, c);
-      const float norm = kernels().log_sum_exp(row, columns);
-      for (int64_t k = 0; k < topk; ++k) values[r * topk + k] = best[k].first - norm, tokens[r * topk + k] = best[k].second;
+      const float top = best[0].first, norm = kernels().log_sum_exp(row, columns, top);
+      for (int64_t k = 0; k < topk; ++k) values[r * topk + k] = best[k].first - top - norm, tokens[r * topk + k] = best[k].second;
     }
   });
 }

@@ -133,9 +133,7 @@ static void keep_best(const std::vector<float>& score, const float* mask, int64_
     if (mask[k] != kHidden) visible.push_back(k);
   }
   if (static_cast<int64_t>(visible.size()) <= topk) return;
-  std::nth_element(visible.begin(), visible.begin() + topk, visible.end(), [&](int64_t a, int64_t b) {
-    return score[a] > score[b] || (score[a] == score[b] && a < b);
-  });
+  std::nth_element(visible.begin(), visible.begin() + topk, visible.end(), Descending{score.data()});
   for (size_t i = topk; i < visible.size(); ++i) out[visible[i]] = kHidden;
 }
 

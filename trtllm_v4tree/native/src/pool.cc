@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace v4tree {
@@ -34,6 +36,14 @@ int processors() {
 
 class Pool {
  public:
+  // False, with nothing done, if another caller is being helped.
+  bool try_run(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
+    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+    if (lock) run(tasks, body, argument);
+    return lock.owns_lock();
+  }
+
+ private:
   // Tasks are claimed from one word (epoch | tasks | next), so a worker that comes late finds another epoch and takes nothing.
   void run(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
     body_ = body;
@@ -53,7 +63,6 @@ class Pool {
     }
   }
 
- private:
   void work(uint64_t epoch) {
     uint64_t claim = claims_.load(std::memory_order_acquire);
     while (claim >> 32 == epoch && (claim & 0xffff) < (claim >> 16 & 0xffff)) {
@@ -65,7 +74,10 @@ class Pool {
   }
 
   void start_workers(int64_t wanted) {
-    for (; workers_ < wanted; ++workers_) std::thread([this] { wait_for_work(); }).detach();
+    try {
+      for (; workers_ < wanted; ++workers_) std::thread([this] { wait_for_work(); }).detach();
+    } catch (const std::system_error&) {  // the system gives no more threads: fewer do the same work
+    }
   }
 
   void wait_for_work() {
@@ -93,12 +105,23 @@ class Pool {
   std::atomic<int64_t> done_{0};
   std::atomic<int> asleep_{0};
   int64_t workers_ = 0;
-  std::mutex sleep_;
+  std::mutex busy_, sleep_;
   std::condition_variable wake_;
 };
 
 std::atomic<int> limit{0};
-std::mutex busy;
+Pool* current = nullptr;
+
+// The pool of this process, never destroyed: its threads live as long as the process. A forked child has none of them, and perhaps
+// their locks, so it gets a new pool.
+Pool& pool() {
+  static const int registered = [] {
+    current = new Pool;
+    return pthread_atfork(nullptr, nullptr, [] { current = new Pool; });
+  }();
+  static_cast<void>(registered);
+  return *current;
+}
 
 }  // namespace
 
@@ -111,9 +134,7 @@ int num_threads() {
 void set_num_threads(int count) { limit.store(count, std::memory_order_relaxed); }
 
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
-  static Pool& pool = *new Pool;  // never destroyed: its threads live as long as the process
-  std::unique_lock<std::mutex> lock(busy, std::defer_lock);
-  if (tasks > 1 && tasks < kMaxTasks && num_threads() > 1 && lock.try_lock()) return pool.run(tasks, body, argument);
+  if (tasks > 1 && tasks < kMaxTasks && num_threads() > 1 && pool().try_run(tasks, body, argument)) return;
   for (int64_t task = 0; task < tasks; ++task) body(argument, task);
 }
 

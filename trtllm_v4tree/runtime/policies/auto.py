@@ -3,9 +3,9 @@
 The union of the other policies: calibrated scores, nodes of all sequences against one measured cost, plain decoding among the choices.
 Three loops, from slow to fast:
 
-* plan: every `_PLAN_EVERY` rounds and for every new batch size, the draft round with the most tokens per millisecond, or plain
-  decoding. Tokens come from acceptance by depth and rank, times the gain that choosing per round has brought over a static tree;
-  milliseconds from `Costs`.
+* plan: every `_PLAN_EVERY` rounds that drafted and for every new batch size, the draft round with the most tokens per millisecond,
+  or plain decoding. Tokens come from acceptance by depth and rank, corrected by what was accepted lately (`Trust`), times the gain that
+  choosing per round has brought over a static tree; milliseconds come from `Costs`.
 * choose: in every round, nodes per sequence until more cost more than they bring at the rate of the plan. A pass costs what its
   widest tree costs, so every sequence fills that width.
 * probe: what is not in use is tried now and then, since its cost and its acceptance drift. Probes may lose `_SHARE` of the time.
@@ -30,17 +30,19 @@ _PLAN_SOON, _PLAN_EVERY, _LOOK_AROUND_EVERY = 2, 16, 8
 _LOYALTY = 1.01
 _GAIN_MEMORY = 1 / 64
 _TRUST_MEMORY, _TRUSTING = 128.0, 24.0
-_SHARE, _SAVED = 0.01, 3.0
-_BURST = 4
-_DRAFT_EVERY, _PLAIN_EVERY = 8, 256
+_SHARE, _SAVED = 0.01, 4.0
+_BURST, _MOST_UNREAD = 4, 128
+_DRAFT_EVERY, _PLAIN_EVERY = 16, 256
 
 
 class Plan(NamedTuple):
-    """A draft round, None for plain decoding; tokens per millisecond that the whole batch gets by it; how long a round takes."""
+    """A draft round, None for plain decoding; tokens per millisecond that the whole batch gets by it; how long a round takes, and how
+    many nodes per sequence it verifies if it always verifies as many."""
 
     shape: Shape | None
     rate: float
     ms: float
+    nodes: int = 1
 
 
 class _Round(NamedTuple):
@@ -69,18 +71,19 @@ class AutoPolicy:
         self._near: Shape | None = None
         self.plan = Plan(None, 0.0, 0.0)
         self._last: _Round | None = None
-        self._backlog = True
+        self._unread, self._restarted = _MOST_UNREAD, True
 
     def shape(self, batch: int) -> Shape | None:
         self._account(batch)
-        self._until_plan -= 1
         if self._until_plan <= 0 or self._probes.over:
             self._forget_plans()
         self.plan, other = self._plans_for(batch)
         chosen = self.plan
-        if self._probes.due(self.plan, other, self.costs.known(batch, other.shape is not None)):
+        behind = self.costs.backlog_ms(batch, self._unread) if other.shape is not None else 0.0
+        if self._probes.due(self.plan, other, self.costs.known(batch, other.shape is not None), behind):
             chosen = other
         self._in_use = self.plan.shape
+        self._until_plan -= chosen.shape is not None
         self._last = _Round(batch, chosen.shape, 1, dict(self._seconds))
         return chosen.shape
 
@@ -90,6 +93,8 @@ class AutoPolicy:
         judged = self._judge.judge(candidates, shape)
         expected = batch + self._trust.factor * (expected_tokens(judged.probabilities, self.max_nodes) - batch)
         nodes = worth_verifying(expected, self.costs.verify_ms(batch, len(expected)), self.plan.rate)
+        if not self.costs.known(batch, drafting=True):
+            nodes = self._plan_of(shape, batch, self.costs.verify_ms(batch, self.max_nodes)).nodes
         self._last = self._last._replace(nodes=nodes)
         self._trust.claim(float(expected[nodes - 1]) - batch)
         self._note_gain(expected[nodes - 1] / batch, shape, nodes)
@@ -105,7 +110,9 @@ class AutoPolicy:
         self._gain += _GAIN_MEMORY * (tokens / static - self._gain)
 
     def _account(self, batch: int) -> None:
-        """Tells the costs what the last round took. A round with a prefill in it says nothing, nor one that read a backlog."""
+        """Tells the costs what the last round took. A round with a prefill in it says nothing; one whose drafter had rows to catch up with
+        says nothing of drafting, but what those rows cost, if their number is known (not after a restart).
+        """
         last, self._last = self._last, None
         if last is None:
             return
@@ -118,17 +125,21 @@ class AutoPolicy:
         if last.shape is None:
             self.costs.saw_plain(last.batch, ms["verify"] + rest)
         else:
-            draft = {} if self._backlog else {"draft": ms["draft"]}
+            draft = {} if self._unread else {"draft": ms["draft"]}
             self.costs.saw_round(last.batch, last.shape, last.nodes, {**draft, "verify": ms["verify"], "rest": rest})
-        self._backlog = last.shape is None
+            if self._unread and not self._restarted:
+                longer = ms["draft"] - self.costs.draft_ms(last.shape, last.batch)
+                self.costs.saw_backlog(last.batch, self._unread, longer)
+        self._unread = min(self._unread + 1, _MOST_UNREAD) if last.shape is None else 0
+        self._restarted = self._restarted and last.shape is None
 
     def _restart(self, share: float) -> None:
         """A share of the sequences is new."""
-        self._backlog = True
+        self._unread, self._restarted = _MOST_UNREAD, True
         self._probes.restart()
         self._judge.restart(share)
         self._trust.forget(share)
-        self._plan_after, self._until_plan = _PLAN_SOON, 0
+        self._plan_after, self._until_plan, self._planned = _PLAN_SOON, 0, 0
 
     def _forget_plans(self) -> None:
         """New plans from here on, soon again after a restart."""
@@ -150,24 +161,25 @@ class AutoPolicy:
         if batch not in self._plans:
             ms = self.costs.plain_ms(batch)
             plain = Plan(None, batch / ms, ms)
-            draft = max((self._value(shape, batch) for shape in self._considered()), key=self._preferred)
+            verify_ms = self.costs.verify_ms(batch, self.max_nodes) + self.costs.rest_ms(batch)
+            draft = max((self._plan_of(s, batch, verify_ms) for s in self._considered()), key=self._preferred)
             self._near = draft.shape
             self._plans[batch] = (plain, draft) if self._preferred(plain) >= self._preferred(draft) else (draft, plain)
         return self._plans[batch]
 
     def _considered(self) -> Sequence[Shape]:
         """Draft rounds near the last plan; all of them now and then, since weighing one takes as long as drafting a token."""
-        if self._near is None or self._plan_after < _PLAN_EVERY or self._planned % _LOOK_AROUND_EVERY == 0:
+        if self._near is None or self._planned % _LOOK_AROUND_EVERY == 1:
             return self.shapes
         steps, topk = self._near
         return [s for s in self.shapes if abs(s[0] - steps) <= 2 and abs(s[1] - topk) <= 1]
 
-    def _value(self, shape: Shape, batch: int) -> Plan:
+    def _plan_of(self, shape: Shape, batch: int, verify_ms: Floats) -> Plan:
+        """The best static tree of a draft round, by what a round takes beside drafting with 1, 2, .. nodes: [max_nodes]."""
         lengths = self._gain * (1 + self._trust.factor * (self._static(shape) - 1))
-        fixed = self.costs.draft_ms(shape, batch) + self.costs.rest_ms(batch)
-        ms = fixed + self.costs.verify_ms(batch, len(lengths))
-        best = int(np.argmax(lengths / ms))
-        return Plan(shape, batch * float(lengths[best] / ms[best]), float(ms[best]))
+        ms = self.costs.draft_ms(shape, batch) + verify_ms[: len(lengths)]
+        best = 1 + int(np.argmax(lengths[1:] / ms[1:]))
+        return Plan(shape, batch * float(lengths[best] / ms[best]), float(ms[best]), best + 1)
 
     def _preferred(self, plan: Plan) -> float:
         """Its rate, a little more for what is in use."""
@@ -220,21 +232,21 @@ class Probes:
         """New sequences have come: another text, perhaps."""
         self._since, self._left = max(self._since, _DRAFT_EVERY), 0
 
-    def due(self, plan: Plan, other: Plan, known: bool) -> bool:
-        """Whether this round goes to `other`; of what is not known yet, a burst of rounds, the first of which reads a backlog."""
+    def due(self, plan: Plan, other: Plan, known: bool, behind_ms: float = 0.0) -> bool:
+        """Whether this round goes to `other`, which first makes up for `behind_ms`; of what is not known yet, a burst of rounds."""
         self._since += 1
         self.over = False
         wait = 1 if not known else _PLAIN_EVERY if other.shape is None else _DRAFT_EVERY
         if not self._left and self._since >= wait:
-            self._start(other, max(0.0, 1 - other.rate / plan.rate), 1 if known else _BURST)
+            rounds = 1 if known else _BURST
+            self._start(rounds, rounds * other.ms * max(0.0, 1 - other.rate / plan.rate) + behind_ms)
         if not self._left:
             return False
         self._left -= 1
         self.over = not self._left
         return True
 
-    def _start(self, other: Plan, share_lost: float, rounds: int) -> None:
-        loss = rounds * other.ms * share_lost
+    def _start(self, rounds: int, loss: float) -> None:
         if self._saved >= min(loss, self._limit):
-            self._saved -= loss
+            self._saved = max(self._saved - loss, -_SAVED * self._limit)
             self._left, self._since = rounds, 0

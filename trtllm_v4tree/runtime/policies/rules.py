@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trtllm_v4tree.runtime.calibration import CandidateShape
-from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Shape
+from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Shape, candidates_of
 from trtllm_v4tree.runtime.tree import Ints
 
 
@@ -77,9 +77,10 @@ def expected_lengths(rates: Floats, shape: Shape, max_nodes: int) -> list[float]
     """Tokens a pass emits with the best static tree of 1, 2, .. nodes of a shape: 1 + sum of path probabilities.
 
     rates [depth, rank]: acceptance of a child given its accepted parent. The best trees are nested and found greedily, since a node's
-    probability never exceeds its parent's. Entry i is for i + 1 nodes.
+    probability never exceeds its parent's. Entry i is for i + 1 nodes, of which there are no more than the draft round proposes.
     """
     steps, topk = shape
+    max_nodes = min(max_nodes, 1 + candidates_of(shape))
     table = rates[:steps, :topk].tolist()
     totals = [1.0]
     heap = [(-p, 1) for p in table[0]]

@@ -1,0 +1,166 @@
+"""`auto` on made-up machines: beside the best fixed choice, never far below plain decoding, and learning what its table gets wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from trtllm_v4tree.runtime.accept import walk
+from trtllm_v4tree.runtime.clock import PHASES
+from trtllm_v4tree.runtime.latency import LatencyTable
+from trtllm_v4tree.runtime.policies.auto import AutoPolicy, Plan, Probes
+from trtllm_v4tree.runtime.policies.base import Candidates, Policy, Shape
+from trtllm_v4tree.runtime.policies.fixed import FixedPolicy
+from trtllm_v4tree.runtime.tree import Speculation, select_nodes
+
+from .test_policy_rules import random_round
+
+SHAPES: tuple[Shape, ...] = ((1, 1), (2, 1), (3, 1), (5, 1), (7, 1), (2, 2), (3, 2), (4, 3))
+BATCHES, NODES = (1, 4, 16), (1, 2, 4, 8, 16)
+FIXED = (None, *(Speculation(s, 1, s + 1) for s, k in SHAPES if k == 1), Speculation(3, 2, 6), Speculation(4, 3, 8))
+
+
+def machine(per_node: float, per_step: float, host: float = 0.1) -> LatencyTable:
+    """Milliseconds in plain steps: what a further node per sequence and a draft step add."""
+    return LatencyTable(
+        {(b, n): b**0.3 * (1 + per_node * (n - 1)) for b in BATCHES for n in NODES},
+        {(s, k, b): b**0.3 * per_step * s * (1 + 0.2 * (k - 1)) for s, k in SHAPES for b in BATCHES},
+        dict.fromkeys(BATCHES, host),
+    )
+
+
+@dataclass
+class World:
+    """The target follows a drafted token with `skill` times the drafter's probability, on a machine that takes what `real` says."""
+
+    real: LatencyTable
+    skill: float
+    seed: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def run(self, policy: Policy | None, batch: int, rounds: int) -> float:
+        """Tokens per millisecond over `rounds` rounds of a batch, after a prefill."""
+        rng, tokens, spent = np.random.default_rng(self.seed), 0, 0.0
+        self.seconds["prefill"] += 0.01
+        for _ in range(rounds):
+            shape = policy.shape(batch) if policy else None
+            emitted, took = self._round(policy, shape, batch, rng)
+            for phase, ms in took.items():
+                self.seconds[phase] += ms / 1e3
+            tokens, spent = tokens + emitted, spent + sum(took.values())
+        return tokens / spent
+
+    def _round(
+        self, policy: Policy | None, shape: Shape | None, batch: int, rng: np.random.Generator
+    ) -> tuple[int, dict[str, float]]:
+        noise = rng.normal(1, 0.05)
+        host = self.real.overhead_ms(batch) * noise
+        if policy is None or shape is None:
+            return batch, {"verify": self.real.target_ms(batch, 1) * noise, "host": host}
+        drafted, chosen = self._draft(shape, batch, rng)
+        choice = policy.choose(drafted, np.full(batch, 16))
+        tree = select_nodes(choice.scores, drafted.parents, drafted.tokens, choice.budgets, [0] * batch)
+        follow = [[chosen[b].get(c, -5) for c in row] for b, row in enumerate(tree.candidates)]
+        visited = walk(tree.parents, tree.tokens, follow)
+        policy.observe(drafted, tree.candidates, visited)
+        nodes = len(tree.parents[0])
+        took = {
+            "draft": self.real.draft_ms(*shape, batch) * noise,
+            "verify": self.real.target_ms(batch, nodes) * noise,
+            "host": host,
+        }
+        return sum(map(len, visited.paths)), took
+
+    def _draft(self, shape: Shape, batch: int, rng: np.random.Generator) -> tuple[Candidates, list[dict[int, int]]]:
+        """Candidates with a token of their own each, and the target's token after each node: a child by its chance, or none."""
+        drafted = random_round(rng, shape, batch)
+        tokens = np.tile(np.arange(10, 10 + drafted.tokens.shape[1]), (batch, 1))
+        chosen: list[dict[int, int]] = []
+        for up, scores in zip(drafted.parents.tolist(), drafted.scores.tolist(), strict=True):
+            after: dict[int, int] = {}
+            for node in (-1, *range(len(up))):
+                children = [c for c, parent in enumerate(up) if parent == node]
+                local = [np.exp(scores[c] - (scores[node] if node >= 0 else 0.0)) for c in children]
+                if children:
+                    chances = self.skill * np.array(local)
+                    pick = rng.choice(len(children) + 1, p=[*chances, max(0.0, 1 - chances.sum())])
+                    after[node] = 10 + children[pick] if pick < len(children) else -9
+            chosen.append(after)
+        return drafted._replace(tokens=tokens), chosen
+
+
+def made(world: World, table: LatencyTable | None = None) -> AutoPolicy:
+    return AutoPolicy(SHAPES, 16, table or world.real, world.seconds)
+
+
+MACHINES = {
+    "free nodes": machine(0.01, 0.05),
+    "some cost": machine(0.12, 0.15),
+    "dear nodes": machine(0.6, 0.3),
+    "dear drafts": machine(0.05, 2.0),
+}
+
+
+@pytest.mark.parametrize("skill", [0.9, 0.3])
+@pytest.mark.parametrize("kind", MACHINES)
+def test_auto_is_beside_the_best_fixed_choice(kind: str, skill: float) -> None:
+    world = World(MACHINES[kind], skill)
+    policy = made(world)
+    world.run(policy, 4, 100)
+    speed = world.run(policy, 4, 150)
+    fixed = {s.name if s else "none": world.run(FixedPolicy(s) if s else None, 4, 100) for s in FIXED}
+    assert speed >= 0.94 * max(fixed.values())
+    assert speed >= 0.97 * fixed["none"]
+
+
+@pytest.mark.parametrize("lie", [0.3, 3.0])
+def test_a_wrong_table_is_found_out(lie: float) -> None:
+    """The table promises cheap passes over trees where they are dear, or the other way round."""
+    world = World(machine(0.12, 0.15) if lie > 1 else machine(0.6, 0.3), 0.8)
+    table = LatencyTable(
+        {(b, n): ms * (lie if n > 1 else 1) for (b, n), ms in world.real.target.items()},
+        {key: ms * lie for key, ms in world.real.draft.items()},
+        world.real.overhead,
+    )
+    policy = made(world, table)
+    world.run(policy, 4, 80)
+    speed = world.run(policy, 4, 120)
+    best = max(world.run(FixedPolicy(s) if s else None, 4, 60) for s in FIXED)
+    assert speed >= 0.95 * best
+
+
+def test_another_text_changes_the_plan_and_back() -> None:
+    world = World(machine(0.25, 0.15), 0.9)
+    policy = made(world)
+    world.run(policy, 4, 100)
+    drafting = policy.plan
+    world.skill = 0.2
+    world.run(policy, 4, 60)
+    assert world.run(policy, 4, 100) >= 0.95 * world.run(None, 4, 100)
+    plain = policy.plan
+    world.skill = 0.9
+    world.run(policy, 4, 700)
+    assert (drafting.shape is not None, plain.shape, policy.plan.shape is not None) == (True, None, True)
+
+
+def test_probes_lose_no_more_than_their_share() -> None:
+    probes, lost, spent = Probes(), 0.0, 0.0
+    plain, draft = Plan(None, 1.0, 1.0), Plan((3, 2), 0.6, 4.0)
+    for _ in range(5000):
+        tried = draft if probes.due(plain, draft, known=True) else plain
+        lost += (tried is draft) * draft.ms * (1 - draft.rate / plain.rate)
+        spent += tried.ms
+        probes.spent(tried.ms, plain.ms)
+    assert 0.3 * 0.01 * spent < lost < 0.01 * spent + 5
+
+
+def test_what_is_not_known_is_tried_in_a_burst() -> None:
+    probes = Probes()
+    plans = Plan(None, 1.0, 1.0), Plan((3, 2), 1.0, 4.0)
+    assert [probes.due(*plans, known=False) for _ in range(4)] == [True] * 4
+    assert probes.over
+    assert [probes.due(*plans, known=True) for _ in range(8)] == [False] * 8
+    probes.restart()
+    assert probes.due(*plans, known=True)
