@@ -44,7 +44,7 @@ def test_ranges_cover_a_generation(tiny: Callable[[str], Built]) -> None:
 
 
 def test_prompts_that_come_beside_decoding_are_told_apart(tiny: Callable[[str], Built]) -> None:
-    llm = LLM(tiny("w16").engine, threads=1)
+    llm = LLM(tiny("w16").engine, threads=1, max_num_tokens=1024)
     llm.set_speculation("none")
     events, _ = run_traced(llm, "none", [[0, 5], [0] * 150, [0] * 3], 6)
     assert sum(e.phase == "prefill" for e in events) == 4
