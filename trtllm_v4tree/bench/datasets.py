@@ -73,7 +73,7 @@ def _records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
         if text.lstrip().startswith("["):
             yield from enumerate(json.loads(text), 1)
             return
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028 and U+0085 within a string
             if line.strip():
                 yield number, json.loads(line)
     except json.JSONDecodeError as error:
