@@ -235,6 +235,7 @@ def test_mixture_of_experts(tokens: int, hashed: bool, half: bool) -> None:
     )
     exact = reference_experts(feeds["x"][0], feeds["ids"][0], weights, e, hashed)
     np.testing.assert_allclose(y[0], exact, rtol=2e-5, atol=2e-5 * np.abs(exact).max())
+    both(lambda ops, op, v: ops.mixture(op, v["x"], v["ids"], *(v[n] for n in names), e), feeds, weights, half=half)
 
 
 @pytest.mark.parametrize("topk", [1, 4, 50])

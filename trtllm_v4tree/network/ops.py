@@ -277,12 +277,26 @@ class V4TreeOps:
         self, op: Op, x: Value, token_ids: Value, in_proj: Value, shared_out: Value, route: Value, fc1: Value, fc2: Value,
         experts: Experts,
     ) -> Value:  # fmt: skip
-        """The whole block in one operator, for a lowering with `fused_experts`: x [B, N, D], token_ids [B, N] -> [B, N, D].
+        """The whole block, which a lowering with `fused_experts` has as one operator: x [B, N, D], token_ids [B, N] -> [B, N, D].
 
         in_proj [D, E + 2 S] (router | shared gate | shared up), shared_out [S, D], route: bias [E] or expert ids by token [V, k],
         fc1 [E, D, 2I] (gate | up), fc2 [E, I, D] without the routed scaling factor.
         """
-        raise NotImplementedError
+        e = experts
+        logits, gate, up = self.split(op, self.linear(op, x, in_proj), [e.count, e.shared, e.shared])
+        base = self.linear(op, self.swiglu(op, gate, up, e.limit), shared_out)
+        scores = op.Sqrt(op.Softplus(logits))
+        if route.dtype == ir.DataType.INT64:
+            ids = op.Gather(route, token_ids, axis=0)
+        else:
+            _, ids = op.TopK(op.Add(scores, route), i64(op, e.topk), axis=-1, _outputs=2)
+        picked = self.shares(op, op.GatherElements(scores, ids, axis=-1))
+        onehot = op.OneHot(ids, i64(op, e.count), const(op, np.array([0, e.scale], np.float32)), axis=-1)
+        share = op.ReduceSum(op.Mul(onehot, op.Unsqueeze(picked, i64(op, -1))), i64(op, 2), keepdims=0)
+        gate, up = self.split(op, op.MatMul(op.Unsqueeze(x, i64(op, 1)), fc1), [e.width, e.width])
+        weight = op.Unsqueeze(op.Transpose(share, perm=[0, 2, 1]), i64(op, -1))
+        act = op.Mul(self.swiglu(op, gate, up, e.limit), weight)
+        return op.Add(base, op.ReduceSum(op.MatMul(act, fc2), i64(op, 1), keepdims=0))
 
     def shares(self, op: Op, weights: Value) -> Value:
         """Positive weights [.., k] over their sum."""
