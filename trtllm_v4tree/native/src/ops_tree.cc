@@ -193,41 +193,41 @@ void TreeAttention::run(const Context& ctx) const {
   }
   const int64_t groups = (rows + kLanes - 1) / kLanes;
   ctx.split(batch * groups, batch * groups * keys * dim, [&](int64_t from, int64_t to) {
-   for (int64_t task = from; task < to; ++task) {
-    const int64_t b = task / groups, first = task % groups * kLanes, count = std::min<int64_t>(kLanes, rows - first);
-    thread_local std::vector<float> buffer;
-    thread_local std::vector<const float*> seen;
-    float* q = scratch(buffer, 2 * dim * kLanes + 2 * keys * kLanes + dim);
-    float *o = q + dim * kLanes, *mask = o + dim * kLanes, *scores = mask + keys * kLanes, *head = scores + keys * kLanes;
-    float sinks[kLanes] = {};
-    std::fill_n(q, dim * kLanes, 0.0f);
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t n = b * nodes + (first + r) / heads, h = (first + r) % heads;
-      kernels().rms_norm(query.f32() + n * query.dim(2) + h * dim, nullptr, head, dim, eps);
-      rotate(head, cos.f32() + n * half, sin.f32() + n * half, half, 1);
-      for (int64_t i = 0; i < dim; ++i) q[i * kLanes + r] = head[i] * scale;
-      sinks[r] = sink.f32()[h];
+    for (int64_t task = from; task < to; ++task) {
+      const int64_t b = task / groups, first = task % groups * kLanes, count = std::min<int64_t>(kLanes, rows - first);
+      thread_local std::vector<float> buffer;
+      thread_local std::vector<const float*> seen;
+      float* q = scratch(buffer, 2 * dim * kLanes + 2 * keys * kLanes + dim);
+      float *o = q + dim * kLanes, *mask = o + dim * kLanes, *scores = mask + keys * kLanes, *head = scores + keys * kLanes;
+      float sinks[kLanes] = {};
+      std::fill_n(q, dim * kLanes, 0.0f);
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t n = b * nodes + (first + r) / heads, h = (first + r) % heads;
+        kernels().rms_norm(query.f32() + n * query.dim(2) + h * dim, nullptr, head, dim, eps);
+        rotate(head, cos.f32() + n * half, sin.f32() + n * half, half, 1);
+        for (int64_t i = 0; i < dim; ++i) q[i * kLanes + r] = head[i] * scale;
+        sinks[r] = sink.f32()[h];
+      }
+      seen.clear();
+      const int64_t first_node = first / heads, last_node = (first + count - 1) / heads;
+      for (int64_t k = 0; k < keys; ++k) {
+        const Tensor& part = k < near ? node_mask : entry_mask;
+        const float* column = part.f32() + b * nodes * part.dim(2) + (k < near ? k : k - near);
+        bool any = k == 0;  // key 0 carries the sink
+        for (int64_t n = first_node; n <= last_node; ++n) any |= column[n * part.dim(2)] != kHidden;
+        if (!any) continue;
+        float* lanes = mask + seen.size() * kLanes;
+        std::fill_n(lanes + count, kLanes - count, 0.0f);
+        for (int64_t r = 0; r < count; ++r) lanes[r] = column[(first + r) / heads * part.dim(2)];
+        seen.push_back(sources[b].rows[k]);
+      }
+      kernels().attention({seen.data(), static_cast<int64_t>(seen.size()), q, mask, sinks, scores, o, dim, count});
+      for (int64_t r = 0; r < count; ++r) {
+        const int64_t n = b * nodes + (first + r) / heads;
+        rotate(o + r * dim, cos.f32() + n * half, sin.f32() + n * half, half, -1);
+        std::copy_n(o + r * dim, dim, out + n * heads * dim + (first + r) % heads * dim);
+      }
     }
-    seen.clear();
-    const int64_t first_node = first / heads, last_node = (first + count - 1) / heads;
-    for (int64_t k = 0; k < keys; ++k) {
-      const Tensor& part = k < near ? node_mask : entry_mask;
-      const float* column = part.f32() + b * nodes * part.dim(2) + (k < near ? k : k - near);
-      bool any = k == 0;  // key 0 carries the sink
-      for (int64_t n = first_node; n <= last_node; ++n) any |= column[n * part.dim(2)] != kHidden;
-      if (!any) continue;
-      float* lanes = mask + seen.size() * kLanes;
-      std::fill_n(lanes + count, kLanes - count, 0.0f);
-      for (int64_t r = 0; r < count; ++r) lanes[r] = column[(first + r) / heads * part.dim(2)];
-      seen.push_back(sources[b].rows[k]);
-    }
-    kernels().attention({seen.data(), static_cast<int64_t>(seen.size()), q, mask, sinks, scores, o, dim, count});
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t n = b * nodes + (first + r) / heads;
-      rotate(o + r * dim, cos.f32() + n * half, sin.f32() + n * half, half, -1);
-      std::copy_n(o + r * dim, dim, out + n * heads * dim + (first + r) % heads * dim);
-    }
-   }
   });
 }
 
