@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -25,20 +26,20 @@ OPTIONS = BuildOptions(
 )
 
 
-def _built(name: str, checkpoint: Path, engine: Path) -> Built:
-    manifest = build(checkpoint, engine, OPTIONS)
+def _built(name: str, checkpoint: Path, engine: Path, kernels: str = "auto") -> Built:
+    manifest = build(checkpoint, engine, replace(OPTIONS, cpu_kernels=kernels))
     executor = OnnxRuntimeExecutor(engine, manifest, threads=1)
     return Built(name, checkpoint, engine, Driver(executor), Oracle(checkpoint))
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
     """Checkpoint, engine, driver and oracle of a tiny config by name; built at the first use."""
 
     @cache
-    def make(name: str) -> Built:
+    def make(name: str, kernels: str = "auto") -> Built:
         root = tmp_path_factory.mktemp(name)
-        return _built(name, write_tiny(root / "checkpoint", name, seed=1), root / "engine")
+        return _built(name, write_tiny(root / "checkpoint", name, seed=1), root / "engine", kernels)
 
     return make
 

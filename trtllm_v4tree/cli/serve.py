@@ -30,7 +30,11 @@ def serve(
         str, typer.Option("--speculation", help="none, sN_kK_dD, auto or another policy; the text is the same.")
     ] = "none",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Token-identical text whatever the batch and the tree; slower.")
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Token-identical text whatever the batch and the tree; free with native kernels, else slower.",
+        ),
     ] = False,
     grpc_port: Annotated[int, typer.Option("--grpc_port", min=1, max=65535)] = 8001,
     http_port: Annotated[int, typer.Option("--http_port", min=1, max=65535)] = 8000,

@@ -95,8 +95,9 @@ class _Proposal(NamedTuple):
 class Engine:
     """Scheduler and round loop over one executor. Not thread-safe: one thread submits and steps.
 
-    With `deterministic`, a choice that rounding could have changed is made again by a prefill of the sequence alone from its first
-    token: a pass that is the same whatever the batch and the speculation, so token ids are the same too.
+    With `deterministic` the token ids are the same whatever the batch and the speculation. An executor that is not exact to the bit
+    pays for it: a choice that rounding could have changed is made again by a prefill of the sequence alone from its first token, a
+    pass that is always the same.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Engine:
         max_num_tokens: int = 0,
     ) -> None:
         self.executor, self.sizes, self.config = executor, executor.sizes, executor.config
-        self.decoder, self.max_queue, self.deterministic = decoder, max_queue, deterministic
+        self.decoder, self.max_queue = decoder, max_queue
+        self.deterministic = deterministic and not executor.bit_exact
         self.latency, self.encode = latency, encode
         self._queue: deque[Request] = deque()
         self._active: list[Request] = []

@@ -48,6 +48,8 @@ class Executor(Protocol):
     config: ModelConfig
     sizes: EngineSizes
     draft_shapes: tuple[tuple[int, int], ...]
+    bit_exact: bool
+    """Whether a token's results are the same to the bit whatever nodes, sequences and prefill chunks it was computed with."""
 
     def prepare_draft(self, steps: int, topk: int) -> None: ...
 
@@ -156,6 +158,7 @@ class OnnxRuntimeExecutor:
     def __init__(self, directory: Path, manifest: Manifest, threads: int = 0) -> None:
         self.directory, self.manifest, self.threads = directory, manifest, threads
         self.config, self.sizes, self.draft_shapes = manifest.config, manifest.sizes, manifest.draft_shapes
+        self.bit_exact = manifest.cpu_kernels == "native"
         if manifest.cpu_kernels == "native" and native.library() is None:
             raise EngineFormatError(
                 f"{directory} was built for the native operators, which this installation lacks: install trtllm_v4tree where a "

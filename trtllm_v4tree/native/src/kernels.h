@@ -1,5 +1,5 @@
-// Kernels of one instruction set, as a table of functions. Every result of a row is the same whatever rows are computed with it:
-// sums run over the inputs in one order, so a token's value does not depend on the tree or batch around it.
+// Kernels of one instruction set, as a table of functions. Every result of a row is the same to the bit whatever rows are computed with
+// it: sums run over the inputs in one order, so a token's value does not depend on the tree, batch or chunk around it.
 #pragma once
 
 #include <cstddef>
@@ -58,9 +58,10 @@ struct Kernels {
   float (*mean_square)(const float* x, int64_t count);
   // out[i] = sum_j a[j] x[j * stride + i]
   void (*mix)(const float* x, int64_t stride, const float* a, int64_t terms, float* out, int64_t count);
-  // Per-channel softmax pool over rows by pointer: scores at row[c], values at row[dim + c].
-  void (*pool)(const float* const* rows, int64_t num_rows, int64_t dim, float* out);
-  // The same pool as a row to pool again: out[c] = log of the sum of exp of the scores, out[dim + c] = the pooled value.
+  // Per-channel softmax pool of rows by pointer, scores at row[c], values at row[dim + c]: the first `first` rows one after another, the
+  // `second` rows behind them likewise, then the two results.
+  void (*pool)(const float* const* rows, int64_t first, int64_t second, int64_t dim, float* out);
+  // Rows pooled one after another, as a row to pool again: out[c] = log of the sum of exp of the scores, out[dim + c] = the pooled value.
   void (*fold)(const float* const* rows, int64_t num_rows, int64_t dim, float* out);
   // log of the sum of exp(x - top)
   float (*log_sum_exp)(const float* x, int64_t count, float top);

@@ -273,30 +273,52 @@ static void mix(const float* x, int64_t stride, const float* a, int64_t terms, f
     for (int64_t i = 0; i < count; ++i) out[i] += a[j] * x[j * stride + i];
 }
 
-struct Pooled {
-  vf top, sum, value;
-};
-
-V4_INLINE Pooled pooled(const float* const* rows, int64_t num_rows, int64_t dim, int64_t c) {
-  vf top = load(rows[0] + c);
-  for (int64_t r = 1; r < num_rows; ++r) top = vmax(top, load(rows[r] + c));
-  vf sum = vf{}, value = vf{};
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const vf e = vexp(load(rows[r] + c) - top);
-    sum += e;
-    value += e * load(rows[r] + dim + c);
-  }
-  return {top, sum, value / sum};
+// log(1 + e) for e in [0, 1], as 2 atanh(e / (2 + e)): absolute error below 1e-7.
+V4_INLINE vf vlog1p(vf e) {
+  const vf t = e / (2.0f + e), t2 = t * t;
+  vf p = splat(2.0f / 13);
+  p = p * t2 + 2.0f / 11;
+  p = p * t2 + 2.0f / 9;
+  p = p * t2 + 2.0f / 7;
+  p = p * t2 + 2.0f / 5;
+  p = p * t2 + 2.0f / 3;
+  return p * t2 * t + 2.0f * t;
 }
 
-static void pool(const float* const* rows, int64_t num_rows, int64_t dim, float* out) {
-  for (int64_t c = 0; c < dim; c += kLanes) store(out + c, pooled(rows, num_rows, dim, c).value);
+// A softmax pool so far: log of the sum of exp of the scores, and the weighted mean of the values.
+struct Pool {
+  vf score, value;
+};
+
+V4_INLINE Pool pool_of(const float* row, int64_t dim, int64_t c) { return {load(row + c), load(row + dim + c)}; }
+
+// Two pools as one. What is pooled one row after another is the same to the bit however it was cut into calls.
+V4_INLINE Pool joined(Pool a, Pool b) {
+  const vf ahead = b.score - a.score;
+  const vf e = vexp(ahead > 0.0f ? -ahead : ahead), most = 1.0f / (1.0f + e), least = e * most;
+  const vf share_a = ahead > 0.0f ? least : most, share_b = ahead > 0.0f ? most : least;
+  return {vmax(a.score, b.score) + vlog1p(e), a.value * share_a + b.value * share_b};
+}
+
+V4_INLINE Pool folded(const float* const* rows, int64_t num_rows, int64_t dim, int64_t c) {
+  Pool pool = pool_of(rows[0], dim, c);
+  for (int64_t r = 1; r < num_rows; ++r) pool = joined(pool, pool_of(rows[r], dim, c));
+  return pool;
+}
+
+static void pool(const float* const* rows, int64_t first, int64_t second, int64_t dim, float* out) {
+  for (int64_t c = 0; c < dim; c += kLanes) {
+    if (first > 0 && second > 0)
+      store(out + c, joined(folded(rows, first, dim, c), folded(rows + first, second, dim, c)).value);
+    else
+      store(out + c, folded(rows, first + second, dim, c).value);
+  }
 }
 
 static void fold(const float* const* rows, int64_t num_rows, int64_t dim, float* out) {
   for (int64_t c = 0; c < dim; c += kLanes) {
-    const Pooled p = pooled(rows, num_rows, dim, c);
-    for (int i = 0; i < kLanes; ++i) out[c + i] = p.top[i] + __builtin_logf(p.sum[i]);
+    const Pool p = folded(rows, num_rows, dim, c);
+    store(out + c, p.score);
     store(out + dim + c, p.value);
   }
 }

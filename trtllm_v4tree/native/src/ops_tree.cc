@@ -72,22 +72,24 @@ void AttentionInputs::run(const Context& ctx) const {
   });
 }
 
-// state [slots, S, 2 dim], slots [B], raw [B, N, halves * 2 dim], table [B, M, T] (S states, one null row, then raw rows), norm [dim],
-// cos, sin [B, M, rope / 2] -> entries [B, M, dim]
+// state [slots, S, 2 dim], slots [B], raw [B, N, halves * 2 dim], table [B, M, T] (S states, one null row, then raw rows; a part per half,
+// each from the oldest row on), norm [dim], cos, sin [B, M, rope / 2] -> entries [B, M, dim]
 TreePool::TreePool(const Attributes& a) : eps(a.real("eps")) {}
 void TreePool::run(const Context& ctx) const {
   const Tensor state = ctx.input(0), slots = ctx.input(1), raw = ctx.input(2), table = ctx.input(3), norm = ctx.input(4);
   const Tensor cos = ctx.input(5), sin = ctx.input(6);
   const int64_t batch = table.dim(0), entries = table.dim(1), width = table.dim(2), dim = norm.count(), held = state.dim(1);
   require(dim % kLanes == 0 && state.dim(2) == 2 * dim, "the compressor width must be a multiple of 16");
-  const int64_t rows = raw.count(1) / (2 * dim), half = cos.dim(-1);
+  const int64_t rows = raw.count(1) / (2 * dim), half = cos.dim(-1), halves = raw.dim(2) / (2 * dim);
+  require(halves >= 1 && halves <= 2 && width % halves == 0, "the pool table does not divide into the halves");
   float* out = ctx.output_f32(0, {batch, entries, dim});
   std::vector<const float*> picked(width);
   for (int64_t e = 0; e < batch * entries; ++e) {
     const int64_t b = e / entries, slot = slots.i64()[b];
     require(slot >= 0 && slot < state.dim(0), "a slot is out of range");
-    int64_t count = 0;
+    int64_t count = 0, first = 0;
     for (int64_t i = 0; i < width; ++i) {
+      if (i == width / halves) first = count;
       const int64_t row = table.i64()[e * width + i];
       require(row >= 0 && row <= held + rows, "a pooled row is out of range");
       if (row < held) picked[count++] = state.f32() + (slot * held + row) * 2 * dim;
@@ -97,7 +99,7 @@ void TreePool::run(const Context& ctx) const {
     if (count == 0)
       std::fill_n(to, dim, 0.0f);
     else
-      kernels().pool(picked.data(), count, dim, to);
+      kernels().pool(picked.data(), first, count - first, dim, to);
     kernels().rms_norm(to, norm.f32(), to, dim, eps);
     rotate(to, cos.f32() + e * half, sin.f32() + e * half, half, 1);
   }
@@ -173,8 +175,10 @@ void TreeIndexSelect::run(const Context& ctx) const {
 
 TreeAttention::TreeAttention(const Attributes& a) : heads(a.integer("heads")), scale(a.real("scale")), eps(a.real("eps")) {}
 
-// Shared-KV attention of queries [B, N, >= H * d] (normed per head and rotated here) over [window rows | nodes | entries | branch], with
-// the sink added to key 0, rotated back: [B, N, H * d]. A key that no row of a group sees is skipped, so its values may be anything.
+// Shared-KV attention of queries [B, N, >= H * d] (normed per head and rotated here) over [sink | held window rows, newest first | nodes |
+// entries | branch], with the sink added to key 0, rotated back: [B, N, H * d]. Sums run over the sink, the window from the newest position
+// back (nodes, a node's descendants before it, then held rows) and the entries from the oldest on, so a token sums the same rows in the
+// same order whether they are nodes or held. A key that no row of a group sees is skipped, so its values may be anything.
 void TreeAttention::run(const Context& ctx) const {
   const Tensor query = ctx.input(0), window = ctx.input(1), window_rows = ctx.input(2), fresh = ctx.input(3), node_mask = ctx.input(4);
   const Tensor entries = ctx.input(5), entry_rows = ctx.input(6), branch = ctx.input(7), entry_mask = ctx.input(8);
@@ -210,7 +214,8 @@ void TreeAttention::run(const Context& ctx) const {
       }
       seen.clear();
       const int64_t first_node = first / heads, last_node = (first + count - 1) / heads;
-      for (int64_t k = 0; k < keys; ++k) {
+      for (int64_t i = 0; i < keys; ++i) {
+        const int64_t k = i == 0 || i >= near ? i : i <= nodes ? near - i : i - nodes;
         const Tensor& part = k < near ? node_mask : entry_mask;
         const float* column = part.f32() + b * nodes * part.dim(2) + (k < near ? k : k - near);
         bool any = k == 0;  // key 0 carries the sink
