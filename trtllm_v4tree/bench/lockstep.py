@@ -153,6 +153,7 @@ class Lockstep:
         self.reference, self.other, self.comparison = reference, other, comparison
         self.config, self.sizes = reference.config, reference.sizes
         self.draft_shapes = tuple(s for s in reference.draft_shapes if s in other.draft_shapes)
+        self.bit_exact = reference.bit_exact
         self._names = [t.name for t in contract.states(self.config, self.sizes)]
 
     def prepare_draft(self, steps: int, topk: int) -> None:
