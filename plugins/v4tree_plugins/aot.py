@@ -1,17 +1,14 @@
 """Ahead-of-time compilation of the kernels: a launch variant of a kernel in, PTX, cubin and ptxas figures out. Needs no GPU.
 
-`python -m v4tree_plugins.aot` prints the table of every kernel, dtype and compute capability.
+`python -m v4tree_plugins.kernel_table` prints the figures of every kernel, dtype and compute capability.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import subprocess
-import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +59,6 @@ class Compiled:
     def fits(self) -> bool:
         return self.shared <= SHARED_LIMIT[self.capability]
 
-    def figures(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self).items() if k not in ("ptx", "cubin")} | {"fits": self.fits}
-
 
 def compile_variant(variant: Variant, capability: int) -> Compiled:
     """Compiles for `sm_<capability>`; raises what Triton or ptxas raises."""
@@ -75,25 +69,17 @@ def compile_variant(variant: Variant, capability: int) -> Compiled:
     }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spills = ptxas_figures(built.asm["ptx"])
-    meta = built.metadata
-    return Compiled(
-        variant.name,
-        capability,
-        meta.num_warps,
-        meta.shared,
-        registers,
-        spills,
-        meta.name,
-        built.asm["ptx"],
-        built.asm["cubin"],
-    )
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True  # it names the folders of this machine
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    ptx, meta = without_hidden_parameters(built.asm["ptx"]), built.metadata
+    report, cubin = assemble(ptx)
+    registers, spills = ptxas_figures(report)
+    return Compiled(variant.name, capability, meta.num_warps, meta.shared, registers, spills, meta.name, ptx, cubin)
 
 
-def ptxas_figures(ptx: str) -> tuple[int, int]:
-    """(registers per thread, bytes of spill stores and loads) that `ptxas -v` reports."""
-    report, _ = assemble(ptx)
+def ptxas_figures(report: str) -> tuple[int, int]:
+    """(registers per thread, bytes of spill stores and loads) in a report of `ptxas -v`."""
     registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report)))
     return registers, spills
@@ -225,32 +211,3 @@ def variants(dtype: str, capability: int) -> list[Variant]:
             out += [attention_variant(dtype, heads, tile, splits, packed=packed) for splits in (1, 16)]
         out.append(combine_variant(dtype, heads))
     return out
-
-
-def table_line(c: Compiled) -> str:
-    return f"{c.variant:36} sm_{c.capability:<4}{c.num_warps:3}{c.shared:9}{c.registers:6}{c.spill_bytes:7}  {'yes' if c.fits else 'NO'}"
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description="Compile every kernel ahead of time and print shared memory, registers and spills."
-    )
-    parser.add_argument("--capability", type=int, choices=CAPABILITIES, action="append")
-    parser.add_argument("--dtype", choices=DTYPES, action="append")
-    parser.add_argument("--only", default="", help="part of a variant's name")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    rows = []
-    for capability in args.capability or CAPABILITIES:
-        for dtype in args.dtype or DTYPES:
-            for variant in variants(dtype, capability):
-                if args.only in variant.name:
-                    rows.append(compile_variant(variant, capability))
-                    print(table_line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
-    if args.json:
-        print(json.dumps([row.figures() for row in rows]))
-    return 0 if all(row.fits for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

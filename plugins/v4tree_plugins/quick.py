@@ -35,8 +35,7 @@ def _machine_code(build: Any, arguments: tuple[Any, ...], capability: int) -> tu
         raise ValueError(
             f"{compiled.variant} needs {compiled.shared} bytes of shared memory, sm_{capability} has {limit}"
         )
-    _, cubin = aot.assemble(aot.without_hidden_parameters(compiled.ptx))
-    return compiled.entry, cubin, 32 * compiled.num_warps, compiled.shared
+    return compiled.entry, compiled.cubin, 32 * compiled.num_warps, compiled.shared
 
 
 def _launch(code: tuple[str, bytes, int, int], grid: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:

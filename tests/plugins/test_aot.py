@@ -11,8 +11,17 @@ from typing import Any
 
 import pytest
 
-PLUGINS = Path(__file__).resolve().parents[2] / "plugins"
+ROOT = Path(__file__).resolve().parents[2]
+PLUGINS = ROOT / "plugins"
+TABLE = ROOT / "benchmarks" / "kernels_aot.md"
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Most shared memory of one block, from the table of compute capabilities in the CUDA programming guide."""
 NO_SPILLS = (90, 100)
+KERNELS = {
+    "tree_pool_csa_512", "tree_pool_csa_128", "tree_pool_hca_512", "tree_index_score", "scatter_rows", "fold_csa", "fold_hca",
+    *(f"tree_attention_h{h}_s{s}{masks}" for h in (64, 128) for s in (1, 16) for masks in ("", "_packed")),
+    "combine_h64_s16", "combine_h128_s16",
+}  # fmt: skip
 
 
 def run_module(*command: str) -> str:
@@ -24,22 +33,56 @@ def run_module(*command: str) -> str:
     return done.stdout
 
 
-def check(rows: list[dict[str, Any]]) -> None:
-    assert rows
+def compiled(*options: str) -> list[dict[str, Any]]:
+    return json.loads(run_module("v4tree_plugins.kernel_table", "--json", *options))
+
+
+def check(rows: list[dict[str, Any]], dtype: str, chip: int) -> None:
+    """All kernels of one dtype and chip, within the chip's limits, with the figures of the committed table."""
+    rows = [row for row in rows if (row["dtype"], row["chip"]) == (dtype, chip)]
+    assert len(rows) == len(KERNELS) and {row["kernel"] for row in rows} == KERNELS
+    committed = {line[:3]: line[3:] for line in table()}
     for row in rows:
-        assert row["fits"], row
-        assert row["capability"] not in NO_SPILLS or row["spill_bytes"] == 0, row
+        assert 0 < row["registers"] <= 255 and row["ptx"] > 0 and row["cubin"] > 0, row
+        assert row["shared"] <= SHARED_LIMIT[chip], row
+        assert chip not in NO_SPILLS or row["spills"] == 0, row
+        figures = tuple(row[name] for name in ("warps", "registers", "spills", "shared"))
+        assert committed[row["kernel"], dtype, f"sm_{chip}"][:4] == figures, "run python -m v4tree_plugins.kernel_table"
+
+
+def table() -> list[tuple[Any, ...]]:
+    """Rows of benchmarks/kernels_aot.md: kernel, dtype, chip, then the figures as integers."""
+    lines = [
+        line.strip("| \n").split(" | ")
+        for line in TABLE.read_text().splitlines()
+        if line.startswith("| ") and " sm_" in line
+    ]
+    return [(*line[:3], *(int(cell.replace(",", "")) for cell in line[3:])) for line in lines]
 
 
 def test_bf16_for_hopper() -> None:
-    rows = json.loads(run_module("v4tree_plugins.aot", "--json", "--capability", "90", "--dtype", "bf16"))
-    assert len({row["variant"] for row in rows}) == 17
-    check(rows)
+    check(compiled("--capability", "90", "--dtype", "bf16"), "bf16", 90)
+
+
+@pytest.fixture(scope="module")
+def matrix() -> list[dict[str, Any]]:
+    """Everything, by as many processes as there are processors."""
+    return compiled()
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("capability", ["80", "90", "100", "120"])
-def test_every_dtype_and_chip(capability: str) -> None:
-    rows = json.loads(run_module("v4tree_plugins.aot", "--json", "--capability", capability))
-    assert len(rows) == 51
-    check(rows)
+@pytest.mark.parametrize("chip", [80, 90, 100, 120])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_every_dtype_and_chip(matrix: list[dict[str, Any]], dtype: str, chip: int) -> None:
+    check(matrix, dtype, chip)
+
+
+def test_the_table_has_every_kernel_dtype_and_chip() -> None:
+    kinds = {
+        (kernel, dtype, f"sm_{chip}")
+        for kernel in KERNELS
+        for dtype in ("fp32", "fp16", "bf16")
+        for chip in SHARED_LIMIT
+    }
+    rows = [line[:3] for line in table()]
+    assert set(rows) == kinds and len(rows) == len(kinds)

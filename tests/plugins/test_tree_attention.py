@@ -7,6 +7,9 @@ from v4tree_plugins.tree_attention import naive_tree_attention, pack_masks, tree
 
 from tests.plugins import cases
 
+KEYS = (1, 3, 5, 7)
+"""Where window, nodes, entries and branch are among the operands."""
+
 
 def inputs(
     kind: str, heads: int, dim: int, rope: int, dtype: str, lengths: list[int], nodes: list[int], shape: str, seed: int
