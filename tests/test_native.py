@@ -396,12 +396,13 @@ def test_a_wrong_shape_or_index_is_an_error_not_a_crash(feed: str, change: np.nd
         )
 
 
-@pytest.mark.parametrize("instructions", ["base", "avx2"])
+@pytest.mark.parametrize("instructions", ["base", "avx2", "avx512"])
 def test_older_instruction_sets(instructions: str) -> None:
-    """This file once more in a process that may use no newer instructions."""
+    """This file, and one of bfloat16, once more in a process that may use no newer instructions."""
     if os.environ.get("V4TREE_CPU"):
         pytest.skip("already in such a process")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    files = [__file__, *([str(Path(__file__).with_name("test_bfloat16.py"))] if instructions == "avx512" else [])]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command,
         env=os.environ | {"V4TREE_CPU": instructions},

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 PAGES = "Entry pages of 256 tokens; default: all sequences at full length."
 MTP = "Take the drafter's mtp.* tensors from this safetensors file."
-DRAFT = "float32 or int8: 8-bit drafter; changes what is accepted, never the text."
+DTYPE = (
+    "float32; bfloat16 (native operators): linears round their inputs, sums are float32; float16: no target of a CPU."
+)
+DRAFT = "float32, bfloat16, int8 (8-bit drafter) or auto: changes what is accepted, never the text."
 SHAPES = "Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4 (tensorrt-rtx: s4_k3,s5_k1)."
 KERNELS = "Operators of target onnxruntime: native (this package's, needs a C++ compiler at installation), onnxruntime or auto."
 CAPABILITY = "GPUs that tensorrt-rtx compiles for, of 80, 86, 89, 120, 121; default: 89,120."
@@ -31,13 +34,13 @@ def build(
     ],
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Engine directory; an existing engine is replaced.")],
     target: Annotated[str, typer.Option("--target", help="onnxruntime, tensorrt or tensorrt-rtx.")] = "onnxruntime",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, float16 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE)] = "float32",
     max_batch_size: Annotated[int, typer.Option("--max_batch_size", help="Sequences decoded together.")] = 16,
     max_seq_len: Annotated[int, typer.Option("--max_seq_len", help="Prompt and output tokens of a sequence.")] = 2048,
     max_verify_tokens: Annotated[int, typer.Option("--max_verify_tokens", help="Nodes of a tree, with its root.")] = 16,
     prefill_chunk: Annotated[int, typer.Option("--prefill_chunk", help="Prompt tokens per pass.")] = 128,
     num_pages: Annotated[int | None, typer.Option("--num_pages", help=PAGES)] = None,
-    draft_dtype: Annotated[str, typer.Option("--draft_dtype", help=DRAFT)] = "float32",
+    draft_dtype: Annotated[str, typer.Option("--draft_dtype", help=DRAFT)] = "auto",
     cpu_kernels: Annotated[str, typer.Option("--cpu_kernels", help=KERNELS)] = "auto",
     mtp_weights: Annotated[Path | None, typer.Option("--mtp_weights", help=MTP)] = None,
     draft_shapes: Annotated[str | None, typer.Option("--draft_shapes", help=SHAPES)] = None,

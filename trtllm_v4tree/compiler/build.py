@@ -35,7 +35,7 @@ from trtllm_v4tree.tokenizer import load_tokenizer
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 DTYPES = ("float32", "float16", "bfloat16")
-LINEAR_DTYPES = ("float32", "int8")
+DRAFT_DTYPES = ("auto", "float32", "bfloat16", "int8")
 CPU_KERNELS = ("auto", "native", "onnxruntime")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 MAX_DRAFT = 16
@@ -56,7 +56,10 @@ class BuildOptions:
     `cpu_kernels` are the operators of target onnxruntime: the native library, where it was compiled and takes the model's widths, or
     ONNX Runtime's own; auto takes the faster that is there.
 
-    `draft_dtype` int8 rounds weights and activations of the drafter's linears: it changes how much is accepted, but no text.
+    `dtype` bfloat16 (native operators): linears round their inputs to bfloat16 and sum in float32, which is what a GPU does.
+
+    `draft_dtype` of the drafter's linears: bfloat16 likewise, int8 rounds weights and inputs; auto is bfloat16 where it can be, else
+    float32. It changes how much is accepted, but no text.
 
     Raises ConfigError for what no build can do; what depends on the model is checked by `build`.
     """
@@ -68,7 +71,7 @@ class BuildOptions:
     max_verify_tokens: int = 16
     prefill_chunk: int = 128
     num_pages: int | None = None
-    draft_dtype: str = "float32"
+    draft_dtype: str = "auto"
     draft_shapes: Shapes | None = None
     compute_capabilities: tuple[str, ...] | None = None
     cpu_kernels: str = "auto"
@@ -78,8 +81,8 @@ class BuildOptions:
             raise ConfigError(f"target {self.target!r} is unknown: choose one of {', '.join(TARGETS)}.")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown: choose one of {', '.join(DTYPES)}.")
-        if self.draft_dtype not in LINEAR_DTYPES:
-            raise ConfigError(f"draft_dtype {self.draft_dtype!r} is unknown: choose one of {', '.join(LINEAR_DTYPES)}.")
+        if self.draft_dtype not in DRAFT_DTYPES:
+            raise ConfigError(f"draft_dtype {self.draft_dtype!r} is unknown: choose one of {', '.join(DRAFT_DTYPES)}.")
         if self.cpu_kernels not in CPU_KERNELS:
             raise ConfigError(f"cpu_kernels {self.cpu_kernels!r} is unknown: choose one of {', '.join(CPU_KERNELS)}.")
         self._check_target()
@@ -98,11 +101,15 @@ class BuildOptions:
                 "build with --target tensorrt-rtx for RTX GPUs or --target onnxruntime for CPUs."
             )
         if self.target == "tensorrt-rtx":
-            rtx.check_options(self.capabilities, self.dtype, self.draft_dtype)
+            rtx.check_options(
+                self.capabilities, self.dtype, "float32" if self.draft_dtype == "auto" else self.draft_dtype
+            )
         elif self.compute_capabilities is not None:
             raise ConfigError(f"compute_capability is for --target tensorrt-rtx, not {self.target}: leave it out.")
-        elif self.dtype != "float32":
-            raise ConfigError(f"target onnxruntime computes in float32, not {self.dtype}: build with --dtype float32.")
+        elif self.dtype == "float16":
+            raise ConfigError(
+                "target onnxruntime computes in float32 or bfloat16, not float16: build with one of these."
+            )
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -119,6 +126,12 @@ class BuildOptions:
         if self.cpu_kernels == "native" and reason:
             raise ConfigError(f"--cpu_kernels native is not possible: {reason}.")
         return "onnxruntime" if reason or self.cpu_kernels == "onnxruntime" else "native"
+
+    def with_draft_dtype(self, bfloat16: bool) -> BuildOptions:
+        """With the dtype that auto stands for; `bfloat16`: whether linears in it are possible."""
+        if self.draft_dtype != "auto":
+            return self
+        return dataclasses.replace(self, draft_dtype="bfloat16" if bfloat16 else "float32")
 
     def _check_integers(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "max_verify_tokens", "prefill_chunk", "num_pages"):
@@ -180,6 +193,7 @@ def build(
     sizes = options.sizes(config, source.has_mtp)
     shapes = options.shapes(config, source.has_mtp)
     kernels = options.chosen_kernels(config)
+    options = options.with_draft_dtype(kernels == "native" and source.is_bfloat16_exact)
     with replacing(output_dir) as scratch:
         versions = _compile(scratch, source, sizes, shapes, options, kernels, report)
         _copy_tokenizer(checkpoint_dir, scratch)
@@ -232,11 +246,18 @@ def check_tokenizer(checkpoint_dir: Path, config: ModelConfig) -> None:
 
 def lowerings(options: BuildOptions, kernels: str, source: Checkpoint) -> tuple[V4TreeOps, V4TreeOps]:
     """Operators of the target step and of the drafter; native ones store weights in bfloat16 where that loses nothing."""
-    if kernels == "native":
-        target: V4TreeOps = NativeOps(half=source.is_bfloat16_exact)
-    else:
-        target = OnnxRuntimeOps()
-    return target, OnnxRuntimeOps(int8=True) if options.draft_dtype == "int8" else target
+    half = kernels == "native" and source.is_bfloat16_exact
+    if not half and "bfloat16" in (options.dtype, options.draft_dtype):
+        raise ConfigError(
+            "dtype and draft_dtype bfloat16 need native operators and a checkpoint whose weights bfloat16 holds: build with float32."
+        )
+
+    def of(dtype: str) -> V4TreeOps:
+        if dtype == "int8":
+            return OnnxRuntimeOps(int8=True)
+        return NativeOps(half, rounded=dtype == "bfloat16") if kernels == "native" else OnnxRuntimeOps()
+
+    return of(options.dtype), of(options.draft_dtype)
 
 
 def trace_all(

@@ -49,13 +49,18 @@ def why_not(config: ModelConfig) -> str:
 
 
 class NativeOps(V4TreeOps):
-    """Emits native operators of the domain v4tree. With `half` linears are stored in bfloat16; the checkpoint must be exact in it."""
+    """Emits native operators of the domain v4tree. With `half` linears are stored in bfloat16; the checkpoint must be exact in it.
+
+    With `rounded` linears also read their inputs in bfloat16: products of two bfloat16, summed in float32. Hyper-connections, norms,
+    softmax, pools and routing stay in float32.
+    """
 
     fused_experts = True
     factored_output = True
 
-    def __init__(self, half: bool) -> None:
-        self.half = half
+    def __init__(self, half: bool, rounded: bool = False) -> None:
+        assert half or not rounded, "inputs are rounded for weights in bfloat16 alone"
+        self.half, self.rounded = half, rounded
 
     def _pack(self, op: Op, weight: Value, half: bool | None = None, parts: int = 1) -> Value:
         """The packed form of a weight [.., I, O], or of `parts` equal pieces of its columns, as an initializer made once."""
@@ -66,11 +71,18 @@ class NativeOps(V4TreeOps):
         return known[name]
 
     def linear(self, op: Op, x: Value, weight: Value) -> Value:
-        return op.PackedLinear(x, self._pack(op, weight), columns=_dims(weight)[-1], groups=1, eps=0.0, _domain=DOMAIN)
+        return self._linear(op, x, weight, _dims(weight)[-1])
+
+    def _linear(
+        self, op: Op, x: Value, weight: Value, columns: int, groups: int = 1, norm: Value | None = None, eps: float = 0.0
+    ) -> Value:  # fmt: skip
+        inputs = [x, self._pack(op, weight)] + ([] if norm is None else [norm])
+        return op.PackedLinear(
+            *inputs, columns=columns, groups=groups, eps=eps, rounded=int(self.rounded), _domain=DOMAIN
+        )
 
     def norm_linear(self, op: Op, x: Value, norm: Value, eps: float, weight: Value) -> Value:
-        packed_weight, columns = self._pack(op, weight), _dims(weight)[-1]
-        return op.PackedLinear(x, packed_weight, norm, columns=columns, groups=1, eps=eps, _domain=DOMAIN)
+        return self._linear(op, x, weight, _dims(weight)[-1], norm=norm, eps=eps)
 
     def rope_tables(self, op: Op, positions: Value, inv_freq: Value) -> Rope:
         cos, sin, neg_sin = op.RopeTables(positions, inv_freq, _domain=DOMAIN, _outputs=3)
@@ -78,14 +90,12 @@ class NativeOps(V4TreeOps):
 
     def grouped_linear(self, op: Op, x: Value, weight: Value) -> Value:
         groups, _, columns = _dims(weight)
-        return op.PackedLinear(
-            x, self._pack(op, weight), columns=groups * columns, groups=groups, eps=0.0, _domain=DOMAIN
-        )
+        return self._linear(op, x, weight, groups * columns, groups)
 
     def top_log_probs(self, op: Op, x: Value, head: Value, topk: int) -> tuple[Value, Value]:
         values, tokens = op.TopLogProbs(
-            x, self._pack(op, head), columns=_dims(head)[-1], topk=topk, _domain=DOMAIN, _outputs=2
-        )
+            x, self._pack(op, head), columns=_dims(head)[-1], topk=topk, rounded=int(self.rounded), _domain=DOMAIN, _outputs=2
+        )  # fmt: skip
         return values, tokens
 
     def hyper_mix(
@@ -118,7 +128,7 @@ class NativeOps(V4TreeOps):
         limit = experts.limit if math.isfinite(experts.limit) else float(np.finfo(np.float32).max)
         return op.MixtureOfExperts(
             x, token_ids, *weights[:2], route, *weights[2:], experts=experts.count, topk=experts.topk, width=experts.width,
-            shared=experts.shared, limit=limit, scale=experts.scale, _domain=DOMAIN,
+            shared=experts.shared, limit=limit, scale=experts.scale, rounded=int(self.rounded), _domain=DOMAIN,
         )  # fmt: skip
 
     def attention_inputs(

@@ -71,15 +71,12 @@ class Context {
     check(ort::call<OrtStatus*>(api_, ort::kContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value));
     Tensor t;
     if (value == nullptr) return t;
-    OrtTensorInfo* info = nullptr;
-    check(ort::call<OrtStatus*>(api_, ort::kGetTensorTypeAndShape, value, &info));
+    const int64_t* dims = nullptr;
     size_t rank = 0;
-    check(ort::call<OrtStatus*>(api_, ort::kGetDimensionsCount, static_cast<const OrtTensorInfo*>(info), &rank));
-    check(ort::call<OrtStatus*>(api_, ort::kGetTensorElementType, static_cast<const OrtTensorInfo*>(info), &t.type));
-    if (rank <= 8) check(ort::call<OrtStatus*>(api_, ort::kGetDimensions, static_cast<const OrtTensorInfo*>(info), t.dims, rank));
-    ort::call<void>(api_, ort::kReleaseTensorInfo, info);
+    check(ort::call<OrtStatus*>(api_, ort::kGetTensorTypeAndShapeReference, value, &t.type, &dims, &rank));
     require(rank <= 8, "a tensor has more than 8 axes");
     t.rank = static_cast<int>(rank);
+    std::copy_n(dims, rank, t.dims);
     check(ort::call<OrtStatus*>(api_, ort::kGetTensorMutableData, const_cast<OrtValue*>(value), &t.data));
     return t;
   }
@@ -128,6 +125,14 @@ class Context {
   OrtKernelContext* context_;
 };
 
+// Rows that a linear reads, and words from one to the next.
+struct Rows {
+  const float* data;
+  int64_t stride;
+};
+
+inline int64_t rounded_words(int64_t inputs) { return (inputs + kernels().rounded_per_word - 1) / kernels().rounded_per_word; }
+
 // Nanoseconds of `rows` products with a weight: sums at about 50 per nanosecond, weights from memory at about 60 bytes.
 inline int64_t linear_cost(int64_t rows, const Packed& w) {
   const int64_t elements = w.inputs * w.blocks * kLanes;
@@ -152,18 +157,19 @@ inline float* scratch(std::vector<float>& buffer, int64_t count) {
   return buffer.data();
 }
 
-inline Packed packed(const Tensor& w, int64_t inputs) {
+inline Packed packed(const Tensor& w, int64_t inputs, bool rounded = false) {
   const bool half = w.type == ort::kBfloat16;
   require(half || w.type == ort::kFloat, "a packed weight is float or bfloat16");
-  Packed p{w.data, half, inputs, 0};
+  require(half || !rounded, "only a bfloat16 weight takes rounded inputs");
+  Packed p{w.data, half, inputs, 0, rounded};
   require(w.count() % (p.rows() * kLanes) == 0, "a packed weight does not fit its input");
   p.blocks = w.count() / (p.rows() * kLanes);
   return p;
 }
 
 // The packed weight number e of a stack of `count`.
-inline Packed part_of(const Tensor& stack, int64_t inputs, int64_t count, int64_t e) {
-  Packed w = packed(stack, inputs);
+inline Packed part_of(const Tensor& stack, int64_t inputs, int64_t count, int64_t e, bool rounded = false) {
+  Packed w = packed(stack, inputs, rounded);
   require(w.blocks % count == 0, "a stack of packed weights has the wrong size");
   const int64_t elements = w.blocks / count * w.rows() * kLanes;
   w.data = static_cast<char*>(stack.data) + e * elements * (w.half ? 2 : 4);

@@ -17,6 +17,7 @@ struct Packed {
   const void* data;
   bool half;
   int64_t inputs, blocks;
+  bool rounded;  // its inputs are rounded to bfloat16: rows come from `Kernels::round`; only with `half`
   int64_t rows() const { return half ? (inputs + 1) / 2 * 2 : inputs; }
   // Blocks in the panel of this block.
   int64_t wide(int64_t block) const {
@@ -41,7 +42,10 @@ struct AttentionGroup {
 
 struct Kernels {
   const char* name;
-  // y[r, c] (+)= sum_i x[r, i] w[i, c] for the column blocks first..last; y is row-major with row stride ldy and `columns` columns.
+  // Rows as a linear with `rounded` reads them, without gaps: `rounded_per_word` bfloat16 in each float, or rounded floats.
+  int64_t rounded_per_word;
+  void (*round)(const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out);
+  // y[r, c] = sum_i x[r, i] w[i, c] for the column blocks first..last; y is row-major with row stride ldy and `columns` columns.
   void (*linear)(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, int64_t last, float* y,
                  int64_t ldy, int64_t columns);
   void (*attention)(const AttentionGroup& group);

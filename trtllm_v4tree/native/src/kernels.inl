@@ -77,6 +77,68 @@ V4_INLINE void tile_half(const float* const* x, const uint16_t* w, int64_t strid
   }
 }
 
+#ifdef V4_BF16_DOT
+constexpr int64_t kRoundedPerWord = 2;
+
+// The same on rows of pairs of bfloat16: one instruction for two inputs, with no unpacking.
+template <int R, int C>
+V4_INLINE void tile_rounded(const float* const* x, const uint16_t* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
+  for (int64_t i = 0; i < (inputs + 1) / 2; ++i, w += stride) {
+    vu pair[C];
+    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], w + c * 2 * kLanes, sizeof pair[c]);
+    for (int r = 0; r < R; ++r) {
+      uint32_t word;
+      __builtin_memcpy(&word, x[r] + i, sizeof word);
+      const vu both = vu{} + word;
+      for (int c = 0; c < C; ++c) acc[r][c] = (vf)_mm512_dpbf16_ps((__m512)acc[r][c], (__m512bh)pair[c], (__m512bh)both);
+    }
+  }
+}
+#else
+constexpr int64_t kRoundedPerWord = 1;
+
+template <int R, int C>
+V4_INLINE void tile_rounded(const float* const* x, const uint16_t* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
+  tile_half<R, C>(x, w, stride, inputs, acc);
+}
+#endif
+
+// The upper halves of floats, to the nearest and to even; what is no number stays none.
+V4_INLINE vu bfloat16_of(vf x) {
+  vu bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  const vu nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+  return x == x ? nearest : quiet;
+}
+
+// Sixteen words of output from kRoundedPerWord times as many floats.
+V4_INLINE void round_words(const float* x, float* out) {
+  vu words;
+  if constexpr (kRoundedPerWord == 1) {
+    words = bfloat16_of(load(x)) << 16;
+  } else {
+    const vu even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    const vu low = bfloat16_of(load(x)), high = bfloat16_of(load(x + kLanes));
+    words = __builtin_shuffle(low, high, even) | __builtin_shuffle(low, high, even + 1) << 16;
+  }
+  __builtin_memcpy(out, &words, sizeof words);
+}
+
+static void round(const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out) {
+  constexpr int64_t Step = kRoundedPerWord * kLanes;
+  for (int64_t r = 0; r < rows; ++r, x += ldx) {
+    int64_t i = 0;
+    for (; i + Step <= inputs; i += Step, out += kLanes) round_words(x + i, out);
+    if (i == inputs) continue;
+    float rest[Step] = {}, words[kLanes];
+    __builtin_memcpy(rest, x + i, (inputs - i) * sizeof(float));
+    round_words(rest, words);
+    const int64_t count = (inputs - i + kRoundedPerWord - 1) / kRoundedPerWord;
+    __builtin_memcpy(out, words, count * sizeof(float));
+    out += count;
+  }
+}
+
 template <int R, int C>
 static void linear_tile(const float* x, int64_t ldx, const Packed& w, int64_t first, float* y, int64_t ldy, int64_t columns) {
   const float* rows[R];
@@ -85,7 +147,9 @@ static void linear_tile(const float* x, int64_t ldx, const Packed& w, int64_t fi
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) acc[r][c] = vf{};
   const int64_t stride = w.wide(first) * kLanes;
-  if (w.half)
+  if (w.rounded)
+    tile_rounded<R, C>(rows, static_cast<const uint16_t*>(w.data) + w.offset(first), 2 * stride, w.inputs, acc);
+  else if (w.half)
     tile_half<R, C>(rows, static_cast<const uint16_t*>(w.data) + w.offset(first), 2 * stride, w.inputs, acc);
   else
     tile_float<R, C>(rows, static_cast<const float*>(w.data) + w.offset(first), stride, w.inputs, acc);
@@ -268,9 +332,16 @@ static void rms_norm(const float* x, const float* weight, float* out, int64_t co
 }
 
 static void mix(const float* x, int64_t stride, const float* a, int64_t terms, float* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = a[0] * x[i];
-  for (int64_t j = 1; j < terms; ++j)
-    for (int64_t i = 0; i < count; ++i) out[i] += a[j] * x[j * stride + i];
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    vf sum = a[0] * load(x + i);
+    for (int64_t j = 1; j < terms; ++j) sum += a[j] * load(x + j * stride + i);
+    store(out + i, sum);
+  }
+  for (; i < count; ++i) {
+    out[i] = a[0] * x[i];
+    for (int64_t j = 1; j < terms; ++j) out[i] += a[j] * x[j * stride + i];
+  }
 }
 
 // log(1 + e) for e in [0, 1], as 2 atanh(e / (2 + e)): absolute error below 1e-7.
@@ -344,5 +415,5 @@ static int64_t next_above(const float* x, int64_t from, int64_t count, float flo
 }
 
 extern const Kernels table;
-const Kernels table = {V4_NAME, linear,   attention, scores, sinkhorn, swiglu, add, sigmoid, rms_norm, mean_square,
+const Kernels table = {V4_NAME, kRoundedPerWord, round, linear,   attention, scores, sinkhorn, swiglu, add, sigmoid, rms_norm, mean_square,
                        mix,     pool,     fold,     log_sum_exp, next_above};

@@ -14,6 +14,7 @@ struct Linear {
   void run(const Context& ctx) const;
   int64_t columns, groups;
   float eps;
+  bool rounded;
 };
 
 struct HyperMix {
@@ -43,6 +44,7 @@ struct MixtureOfExperts {
   void run(const Context& ctx) const;
   int64_t experts, topk, width, shared;
   float limit, scale;
+  bool rounded;
 };
 
 struct TopLogProbs {
@@ -50,6 +52,7 @@ struct TopLogProbs {
   explicit TopLogProbs(const Attributes& a);
   void run(const Context& ctx) const;
   int64_t columns, topk;
+  bool rounded;
 };
 
 struct RopeTables {

@@ -13,27 +13,37 @@ static std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
   return dims;
 }
 
-static void linear_parallel(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* y, int64_t columns) {
+// x [rows, inputs] as a linear reads them: rounded into the buffer, or as they are.
+static Rows rows_of(const float* x, int64_t rows, int64_t inputs, bool rounded, std::vector<float>& buffer) {
+  if (!rounded) return {x, inputs};
+  float* to = scratch(buffer, rows * rounded_words(inputs));
+  kernels().round(x, inputs, rows, inputs, to);
+  return {to, rounded_words(inputs)};
+}
+
+static void linear_parallel(const Context& ctx, const Rows& x, int64_t rows, const Packed& w, float* y, int64_t columns) {
   ctx.split(w.blocks, linear_cost(rows, w), [&](int64_t first, int64_t last) {
-    kernels().linear(x, w.inputs, rows, w, first, last, y, columns, columns);
+    kernels().linear(x.data, x.stride, rows, w, first, last, y, columns, columns);
   });
 }
 
 // x [.., groups * I], packed weight [groups][I, columns / groups], norm [groups * I] or none -> [.., columns]; a group of columns reads
-// its group of inputs; with a norm every row is normed first
-Linear::Linear(const Attributes& a) : columns(a.integer("columns")), groups(a.integer("groups")), eps(a.real("eps")) {
+// its group of inputs; with a norm every row is normed first; `rounded`: inputs are rounded to bfloat16
+Linear::Linear(const Attributes& a)
+    : columns(a.integer("columns")), groups(a.integer("groups")), eps(a.real("eps")), rounded(a.integer("rounded")) {
   require(groups >= 1 && columns % groups == 0, "the columns do not divide into the groups");
 }
 void Linear::run(const Context& ctx) const {
   const Tensor x = ctx.input(0), weight = ctx.input(1), norm = ctx.input(2);
   const int64_t inputs = x.dim(-1) / groups, rows = x.count() / x.dim(-1), width = columns / groups;
   require(x.dim(-1) % groups == 0, "the inputs do not divide into the groups");
-  const Packed one = part_of(weight, inputs, groups, 0);
+  require(!rounded || groups == 1 || inputs % 2 == 0, "rounded groups have an even number of inputs");
+  const Packed one = part_of(weight, inputs, groups, 0, rounded);
   const int64_t blocks = one.blocks;
   require(blocks == (width + kLanes - 1) / kLanes, "the packed weight does not fit the output");
   float* y = ctx.output_f32(0, with_last(x, columns));
   const float* from_rows = x.f32();
-  thread_local std::vector<float> buffer;
+  thread_local std::vector<float> buffer, words;
   if (norm) {
     require(norm.count() == x.dim(-1), "the norm does not fit the input");
     float* normed = scratch(buffer, x.count());
@@ -41,10 +51,12 @@ void Linear::run(const Context& ctx) const {
       kernels().rms_norm(x.f32() + r * x.dim(-1), norm.f32(), normed + r * x.dim(-1), x.dim(-1), eps);
     from_rows = normed;
   }
+  const Rows read = rows_of(from_rows, rows, x.dim(-1), rounded, words);
   ctx.split(groups * blocks, groups * linear_cost(rows, one), [&](int64_t first, int64_t last) {
     for (int64_t g = first / blocks; g * blocks < last; ++g) {
       const int64_t from = std::max<int64_t>(first - g * blocks, 0), to = std::min(last - g * blocks, blocks);
-      kernels().linear(from_rows + g * inputs, x.dim(-1), rows, part_of(weight, inputs, groups, g), from, to, y + g * width, columns, width);
+      const float* own = read.data + g * (rounded ? rounded_words(inputs) : inputs);
+      kernels().linear(own, read.stride, rows, part_of(weight, inputs, groups, g, rounded), from, to, y + g * width, columns, width);
     }
   });
 }
@@ -132,7 +144,7 @@ void HyperHead::run(const Context& ctx) const {
 
 MixtureOfExperts::MixtureOfExperts(const Attributes& a)
     : experts(a.integer("experts")), topk(a.integer("topk")), width(a.integer("width")), shared(a.integer("shared")),
-      limit(a.real("limit")), scale(a.real("scale")) {
+      limit(a.real("limit")), scale(a.real("scale")), rounded(a.integer("rounded")) {
   require(topk >= 1 && topk <= experts, "topk goes from 1 to the number of experts");
 }
 
@@ -195,10 +207,10 @@ static Routing route_tokens(const MixtureOfExperts& op, const float* hidden, int
 void MixtureOfExperts::run(const Context& ctx) const {
   const Tensor x = ctx.input(0), tokens = ctx.input(1), route = ctx.input(4), fc1 = ctx.input(5), fc2 = ctx.input(6);
   const int64_t dim = x.dim(-1), rows = x.count() / dim, in_width = experts + 2 * shared, pairs = rows * topk;
-  const Packed in_proj = packed(ctx.input(2), dim), shared_out = packed(ctx.input(3), shared);
+  const Packed in_proj = packed(ctx.input(2), dim, rounded), shared_out = packed(ctx.input(3), shared, rounded);
   require(tokens.count() == rows, "there is not one token id per row");
   float* out = ctx.output_f32(0, with_last(x, dim));
-  thread_local std::vector<float> buffer;
+  thread_local std::vector<float> buffer, words, act_words, shared_words;
   float* hidden = scratch(buffer, rows * (in_width + shared) + pairs * (2 * dim + 3 * width));
   float* shared_act = hidden + rows * in_width;
   float* gathered = shared_act + rows * shared;
@@ -207,23 +219,28 @@ void MixtureOfExperts::run(const Context& ctx) const {
   float* act = up + pairs * width;
   float* sums = act + pairs * width;
 
-  linear_parallel(ctx, x.f32(), rows, in_proj, hidden, in_width);
+  const Rows read = rows_of(x.f32(), rows, dim, rounded, words);
+  linear_parallel(ctx, read, rows, in_proj, hidden, in_width);
   const Routing r = route_tokens(*this, hidden, in_width, rows, route, tokens.i64());
-  for (int64_t i = 0; i < pairs; ++i) std::copy_n(x.f32() + r.token[i] * dim, dim, gathered + i * dim);
+  for (int64_t i = 0; i < pairs; ++i) std::copy_n(read.data + r.token[i] * read.stride, read.stride, gathered + i * read.stride);
 
   // Every thread takes the same share of the columns of every expert.
   const auto each_expert = [&](auto&& body) {
     for (int64_t e = 0; e < experts; ++e)
       if (const int64_t count = r.start[e + 1] - r.start[e]) body(e, r.start[e], count);
   };
-  const int64_t cost = 2 * linear_cost(pairs, part_of(fc1, dim, 2 * experts, 0));
+  const int64_t cost = 2 * linear_cost(pairs, part_of(fc1, dim, 2 * experts, 0, rounded));
   const int64_t blocks = part_of(fc1, dim, 2 * experts, 0).blocks;
   ctx.split(blocks, cost, [&](int64_t from, int64_t to) {
     const int64_t left = from * kLanes, right = std::min(to * kLanes, width);
     each_expert([&](int64_t e, int64_t first, int64_t count) {
-      const float* rows_of = gathered + first * dim;
-      kernels().linear(rows_of, dim, count, part_of(fc1, dim, 2 * experts, 2 * e), from, to, gate + first * width, width, width);
-      kernels().linear(rows_of, dim, count, part_of(fc1, dim, 2 * experts, 2 * e + 1), from, to, up + first * width, width, width);
+      const float* own = gathered + first * read.stride;
+      const auto project = [&](int64_t half, float* y) {
+        const Packed w = part_of(fc1, dim, 2 * experts, 2 * e + half, rounded);
+        kernels().linear(own, read.stride, count, w, from, to, y + first * width, width, width);
+      };
+      project(0, gate);
+      project(1, up);
       for (int64_t i = first; i < first + count; ++i) {
         const int64_t at = i * width + left;
         kernels().swiglu(gate + at, up + at, act + at, right - left, limit, r.share[i]);
@@ -235,29 +252,33 @@ void MixtureOfExperts::run(const Context& ctx) const {
       kernels().swiglu(h, h + shared, shared_act + t * shared + shared_left, shared_right - shared_left, limit, 1.0f);
     }
   });
+  const Rows active = rows_of(act, pairs, width, rounded, act_words);
+  const Rows shared_active = rows_of(shared_act, rows, shared, rounded, shared_words);
   ctx.split(shared_out.blocks, cost / 2 + linear_cost(rows, shared_out), [&](int64_t from, int64_t to) {
     const int64_t left = from * kLanes, right = std::min(dim, to * kLanes);
-    kernels().linear(shared_act, shared, rows, shared_out, from, to, out, dim, dim);
+    kernels().linear(shared_active.data, shared_active.stride, rows, shared_out, from, to, out, dim, dim);
     each_expert([&](int64_t e, int64_t first, int64_t count) {
-      kernels().linear(act + first * width, width, count, part_of(fc2, width, experts, e), from, to, sums + first * dim, dim, dim);
+      const Packed w = part_of(fc2, width, experts, e, rounded);
+      kernels().linear(active.data + first * active.stride, active.stride, count, w, from, to, sums + first * dim, dim, dim);
       for (int64_t i = first; i < first + count; ++i) kernels().add(sums + i * dim + left, out + r.token[i] * dim + left, right - left);
     });
   });
 }
 
 // x [.., D], packed head [D, V] -> the k largest log-probabilities, descending, and their tokens [.., k]
-TopLogProbs::TopLogProbs(const Attributes& a) : columns(a.integer("columns")), topk(a.integer("topk")) {
+TopLogProbs::TopLogProbs(const Attributes& a)
+    : columns(a.integer("columns")), topk(a.integer("topk")), rounded(a.integer("rounded")) {
   require(topk >= 1 && topk <= columns, "topk goes from 1 to the size of the vocabulary");
 }
 void TopLogProbs::run(const Context& ctx) const {
   const Tensor x = ctx.input(0);
-  const Packed w = packed(ctx.input(1), x.dim(-1));
+  const Packed w = packed(ctx.input(1), x.dim(-1), rounded);
   const int64_t rows = x.count() / x.dim(-1);
   float* values = ctx.output_f32(0, with_last(x, topk));
   int64_t* tokens = static_cast<int64_t*>(ctx.output(1, with_last(x, topk)));
-  thread_local std::vector<float> buffer;
+  thread_local std::vector<float> buffer, words;
   float* logits = scratch(buffer, rows * columns);
-  linear_parallel(ctx, x.f32(), rows, w, logits, columns);
+  linear_parallel(ctx, rows_of(x.f32(), rows, x.dim(-1), rounded, words), rows, w, logits, columns);
   ctx.split(rows, rows * columns * 2, [&](int64_t first, int64_t last) {
     std::vector<std::pair<float, int64_t>> best(topk);
     for (int64_t r = first; r < last; ++r) {

@@ -1,4 +1,4 @@
-// The part of ONNX Runtime's stable C ABI that a custom-operator library needs (API version 16).
+// The part of ONNX Runtime's stable C ABI that a custom-operator library needs (API version 24).
 //
 // The table of functions only ever grows at its end, so a position in it is a fact of the ABI. Declaring these few entries here
 // keeps the build free of ONNX Runtime's headers, which its Python wheel does not carry.
@@ -18,14 +18,13 @@ struct OrtStatus;
 struct OrtKernelInfo;
 struct OrtKernelContext;
 struct OrtValue;
-struct OrtTensorInfo;
 struct OrtSessionOptions;
 struct OrtCustomOpDomain;
 struct OrtCustomOp;
 
 namespace ort {
 
-constexpr uint32_t kApiVersion = 17;
+constexpr uint32_t kApiVersion = 24;
 constexpr uint32_t kOpVersion = 16;  // the newest fields of OrtCustomOp that are read here
 constexpr int kInvalidArgument = 2;
 constexpr int kAnyType = 0, kFloat = 1, kInt64 = 7, kBfloat16 = 16;
@@ -37,15 +36,11 @@ enum Entry {
   kCustomOpDomainAdd = 27,
   kAddCustomOpDomain = 28,
   kGetTensorMutableData = 51,
-  kGetTensorElementType = 60,
-  kGetDimensionsCount = 61,
-  kGetDimensions = 62,
-  kGetTensorTypeAndShape = 65,
   kGetAttributeFloat = 85,
   kGetAttributeInt = 86,
   kContextGetInput = 90,
   kContextGetOutput = 91,
-  kReleaseTensorInfo = 99,
+  kGetTensorTypeAndShapeReference = 414,
 };
 
 template <class R, class... A>
