@@ -9,6 +9,9 @@ Three loops, from slow to fast:
 * choose: in every round, nodes per sequence until more cost more than they bring at the rate of the plan. A pass costs what its
   widest tree costs, so every sequence fills that width.
 * probe: what is not in use is tried now and then, since its cost and its acceptance drift. Probes may lose `_SHARE` of the time.
+
+Looking at the clock and learning cost as much as a layer. Once a plan has settled, that is done in one round of `_PLAIN_LOOKS` or
+`_DRAFT_LOOKS`; the rounds between follow the plan.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ from trtllm_v4tree.runtime.policies.judge import Judge
 from trtllm_v4tree.runtime.policies.rules import expected_lengths, expected_tokens, worth_verifying
 from trtllm_v4tree.runtime.tree import Ints
 
-_PLAN_SOON, _PLAN_EVERY, _LOOK_AROUND_EVERY = 2, 16, 8
+_PLAN_SOON, _PLAN_EVERY, _TOUR = 2, 16, 8
 _LOYALTY = 1.01
 _GAIN_MEMORY = 1 / 64
 _TRUST_MEMORY, _TRUSTING = 128.0, 24.0
 _SHARE, _SAVED = 0.01, 4.0
 _BURST, _MOST_UNREAD = 4, 128
 _DRAFT_EVERY, _PLAIN_EVERY = 16, 256
+_PLAIN_LOOKS, _DRAFT_LOOKS = 8, 4
 
 
 class Plan(NamedTuple):
@@ -46,12 +50,12 @@ class Plan(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """A round that is under way: batch, draft round, most nodes per sequence, and the clock at its start."""
+    """A round that is under way: batch, draft round, most nodes per sequence, and the clock at its start if it is looked at."""
 
     batch: int
     shape: Shape | None
     nodes: int
-    clock: dict[str, float]
+    clock: dict[str, float] | None
 
 
 class AutoPolicy:
@@ -72,9 +76,17 @@ class AutoPolicy:
         self.plan = Plan(None, 0.0, 0.0)
         self._last: _Round | None = None
         self._unread, self._restarted = _MOST_UNREAD, True
+        self._prefill_seconds, self._passed = 0.0, 0
 
     def shape(self, batch: int) -> Shape | None:
         self._account(batch)
+        if self._may_pass(batch):
+            self._passed += 1
+            self._until_plan -= self.plan.shape is not None
+            self._last = _Round(batch, self.plan.shape, 1, None)
+            return self.plan.shape
+        self._probes.passed(self._passed)
+        self._passed = 0
         if self._until_plan <= 0 or self._probes.over:
             self._forget_plans()
         self.plan, other = self._plans_for(batch)
@@ -96,13 +108,24 @@ class AutoPolicy:
         if not self.costs.known(batch, drafting=True):
             nodes = self._plan_of(shape, batch, self.costs.verify_ms(batch, self.max_nodes)).nodes
         self._last = self._last._replace(nodes=nodes)
-        self._trust.claim(float(expected[nodes - 1]) - batch)
-        self._note_gain(expected[nodes - 1] / batch, shape, nodes)
+        if self._last.clock is not None:
+            self._judge.count(candidates, judged)
+            self._trust.claim(float(expected[nodes - 1]) - batch)
+            self._note_gain(expected[nodes - 1] / batch, shape, nodes)
         return Choice(judged.scores, np.minimum(rooms, nodes))
 
     def observe(self, candidates: Candidates, kept: Lists, visited: Walk) -> None:
-        self._judge.learn(candidates, kept, visited)
-        self._trust.see(sum(map(len, visited.paths)) - len(visited.paths), len(visited.paths))
+        if self._last is not None and self._last.clock is not None:
+            self._judge.learn(candidates, kept, visited)
+            self._trust.see(sum(map(len, visited.paths)) - len(visited.paths), len(visited.paths))
+
+    def _may_pass(self, batch: int) -> bool:
+        """Whether this round can follow the plan without a look at anything."""
+        drafting = self.plan.shape is not None
+        unsettled = self._until_plan <= 0 or (drafting and self._plan_after < _PLAN_EVERY)
+        if batch not in self._plans or self._probes.busy or unsettled:
+            return False
+        return self._passed + 1 < (_DRAFT_LOOKS if drafting else _PLAIN_LOOKS) and self.costs.known(batch, drafting)
 
     def _note_gain(self, tokens: float, shape: Shape, nodes: int) -> None:
         """Tokens expected of the chosen nodes against those of the best static tree of as many."""
@@ -110,16 +133,22 @@ class AutoPolicy:
         self._gain += _GAIN_MEMORY * (tokens / static - self._gain)
 
     def _account(self, batch: int) -> None:
-        """Tells the costs what the last round took. A round with a prefill in it says nothing; one whose drafter had rows to catch up with
-        says nothing of drafting, but what those rows cost, if their number is known (not after a restart).
+        """Tells the costs what the last round took, if it was looked at. A round with a prefill in it says nothing; one whose drafter had
+        rows to catch up with says nothing of drafting, but what those rows cost, if their number is known (not after a restart).
         """
         last, self._last = self._last, None
+        prefilled, self._prefill_seconds = self._seconds["prefill"] > self._prefill_seconds, self._seconds["prefill"]
         if last is None:
             return
-        ms = {phase: 1e3 * (s - last.clock[phase]) for phase, s in self._seconds.items()}
-        if ms["prefill"] > 0:
+        if prefilled:
             self._restart(max(1, batch - last.batch) / batch)
             return
+        if last.clock is not None:
+            self._learn_costs(last, {phase: 1e3 * (s - last.clock[phase]) for phase, s in self._seconds.items()})
+        self._unread = min(self._unread + 1, _MOST_UNREAD) if last.shape is None else 0
+        self._restarted = self._restarted and last.shape is None
+
+    def _learn_costs(self, last: _Round, ms: Mapping[str, float]) -> None:
         rest = ms["host"] + ms["accept"] + ms["commit"]
         self._probes.spent(sum(ms.values()), self.costs.plain_ms(last.batch))
         if last.shape is None:
@@ -130,8 +159,6 @@ class AutoPolicy:
             if self._unread and not self._restarted:
                 longer = ms["draft"] - self.costs.draft_ms(last.shape, last.batch)
                 self.costs.saw_backlog(last.batch, self._unread, longer)
-        self._unread = min(self._unread + 1, _MOST_UNREAD) if last.shape is None else 0
-        self._restarted = self._restarted and last.shape is None
 
     def _restart(self, share: float) -> None:
         """A share of the sequences is new."""
@@ -139,7 +166,7 @@ class AutoPolicy:
         self._probes.restart()
         self._judge.restart(share)
         self._trust.forget(share)
-        self._plan_after, self._until_plan, self._planned = _PLAN_SOON, 0, 0
+        self._plan_after, self._until_plan = _PLAN_SOON, 0
 
     def _forget_plans(self) -> None:
         """New plans from here on, soon again after a restart."""
@@ -168,11 +195,12 @@ class AutoPolicy:
         return self._plans[batch]
 
     def _considered(self) -> Sequence[Shape]:
-        """Draft rounds near the last plan; all of them now and then, since weighing one takes as long as drafting a token."""
-        if self._near is None or self._planned % _LOOK_AROUND_EVERY == 1:
+        """Draft rounds near the last plan, and in turn a few of the others, since weighing one takes as long as drafting a token."""
+        if self._near is None:
             return self.shapes
         steps, topk = self._near
-        return [s for s in self.shapes if abs(s[0] - steps) <= 2 and abs(s[1] - topk) <= 1]
+        near = [s for s in self.shapes if abs(s[0] - steps) <= 1 and abs(s[1] - topk) <= 1]
+        return list(dict.fromkeys([*near, *self.shapes[self._planned % _TOUR :: _TOUR]]))
 
     def _plan_of(self, shape: Shape, batch: int, verify_ms: Floats) -> Plan:
         """The best static tree of a draft round, by what a round takes beside drafting with 1, 2, .. nodes: [max_nodes]."""
@@ -219,14 +247,24 @@ class Probes:
     def __init__(self) -> None:
         self.over = False
         self._since, self._left = 0, 0
-        self._saved = self._limit = 0.0
+        self._saved = self._limit = self._round_ms = 0.0
 
     def spent(self, ms: float, plain_ms: float) -> None:
         """A round took so long."""
         if not self._limit:
             self._saved += _SAVED * plain_ms
-        self._limit = _SAVED * plain_ms
+        self._limit, self._round_ms = _SAVED * plain_ms, ms
         self._saved = min(self._saved + _SHARE * ms, self._limit)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a burst is under way, or a new plan is due after one."""
+        return self._left > 0 or self.over
+
+    def passed(self, rounds: int) -> None:
+        """So many rounds went by without a look; they took about as long as those that were looked at."""
+        self._since += rounds
+        self._saved = min(self._saved + _SHARE * rounds * self._round_ms, self._limit)
 
     def restart(self) -> None:
         """New sequences have come: another text, perhaps."""

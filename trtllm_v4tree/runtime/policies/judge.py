@@ -33,9 +33,12 @@ class Judge:
     def judge(self, candidates: Candidates, shape: Shape) -> Judged:
         self._shape, self._local = CandidateShape.of(*shape), local_scores(candidates)
         scores = path_scores(candidates.parents, self.calibration.scores(self._local, self._shape), shape)
-        probabilities = np.exp(scores)
-        self.acceptance.add(self._shape, above(candidates.parents, probabilities, 1.0), probabilities)
-        return Judged(scores, probabilities)
+        return Judged(scores, np.exp(scores))
+
+    def count(self, candidates: Candidates, judged: Judged) -> None:
+        """Counts the round just judged as one to expect again."""
+        reached = above(candidates.parents, judged.probabilities, 1.0)
+        self.acceptance.add(self._shape, reached, judged.probabilities)
 
     def restart(self, share: float) -> None:
         """A share of the sequences is new: another text, perhaps."""
