@@ -2,32 +2,35 @@
 
     python build_scripts/load_test.py --engine_dir engines/v4-nano --seconds 600 --streams 16 --speculation s3_k2_d6 --output report.json
 
-Three phases, each of which can be left out: one client alone (--single_seconds), the load (--seconds), and one stream beside the arrival of
-2,000-token prompts (--probe_seconds). Prints one JSON object; exit status 1 if an error came that was not provoked, if a slot or page is
+Three phases, each of which can be left out: one client and many clients in turns, streaming and not (--batching_seconds for each turn), one
+stream beside the arrival of 2,000-token prompts (--probe_seconds), and the load (--seconds). All clients live in one asyncio loop, so that
+they take little of the processor from the server. Prints one JSON object; exit status 1 if an error came that was not provoked, if a slot or page is
 still taken at the end, or if resident memory rose by 2 % or more over the last half of the load.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import queue
+import os
 import random
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as grpcclient
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = [
@@ -59,31 +62,50 @@ WORDS = [
 ]
 SAMPLE_S = 2.0
 CALM_LENGTH, PROBE_LENGTH = 64, 1500  # tokens; a stream of the probe outlasts the prompts that arrive
+TURNS = 3  # of one client and many clients
+PATIENCE_S = 120.0
+
+
+Samples = list[tuple[float, int]]  # seconds, resident bytes
 
 
 @dataclass
 class Tally:
-    """What the clients saw; one lock for all of it."""
+    """What the clients saw."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
     requests: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, parts: Iterable[Tally]) -> Tally:
+        """Several turns as one."""
+        whole = cls()
+        for part in parts:
+            whole.requests += part.requests
+            whole.tokens, whole.seconds = whole.tokens + part.tokens, whole.seconds + part.seconds
+            whole.first, whole.gaps = whole.first + part.first, whole.gaps + part.gaps
+            whole.errors = whole.errors + part.errors
+        return whole
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
     def add(self, kind: str, tokens: int, times: list[float]) -> None:
         """times: start, then each chunk."""
-        with self.lock:
-            self.requests[kind] += 1
-            self.tokens += tokens
-            if len(times) > 1:
-                self.first.append(times[1] - times[0])
-                self.gaps += np.diff(times[1:]).tolist()
+        self.requests[kind] += 1
+        self.tokens += tokens
+        if len(times) > 1:
+            self.first.append(times[1] - times[0])
+            self.gaps += np.diff(times[1:]).tolist()
 
     def fail(self, kind: str, error: Exception) -> None:
-        with self.lock:
-            self.errors.append(f"{kind}: {error!r}"[:300])
+        self.errors.append(f"{kind}: {error!r}"[:300])
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -167,56 +189,56 @@ def _resident(pid: int) -> int:
         return 0
 
 
+@dataclass(frozen=True)
+class Mix:
+    """What a client asks for. A calm one sends texts of CALM_LENGTH tokens and lets each of its requests end."""
+
+    calm: bool
+    length: int = CALM_LENGTH
+    stream: bool = True
+
+
 class Client:
     """One worker: a request at a time until `until`."""
 
-    def __init__(
-        self, server: Server, tally: Tally, seed: int, until: float, calm: bool, calm_length: int = CALM_LENGTH
-    ) -> None:
-        self.server, self.tally, self.until, self.calm, self.calm_length = server, tally, until, calm, calm_length
+    def __init__(self, server: Server, tally: Tally, seed: int, until: float, mix: Mix) -> None:
+        self.server, self.tally, self.until, self.mix = server, tally, until, mix
         self.random = random.Random(seed)
         self.triton = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc}")
 
-    def run(self) -> None:
+    async def run(self) -> None:
         while time.monotonic() < self.until:
-            kind = "text" if self.calm else self.random.choices(("text", "tokens", "openai"), (6, 2, 2))[0]
-            fate = "whole" if self.calm else self.random.choices(("whole", "cancelled", "killed"), (85, 9, 6))[0]
+            kind = "text" if self.mix.calm else self.random.choices(("text", "tokens", "openai"), (6, 2, 2))[0]
+            fate = "whole" if self.mix.calm else self.random.choices(("whole", "cancelled", "killed"), (85, 9, 6))[0]
             stop_after = self.random.randint(1, 8) if fate != "whole" else 10**9
+            ask = self._openai if kind == "openai" else self._triton
             try:
-                ask = self._openai if kind == "openai" else self._triton
-                tokens, times = ask(kind, fate, stop_after)
+                tokens, times = await asyncio.wait_for(ask(kind, fate, stop_after), PATIENCE_S)
                 self.tally.add(fate, tokens, times)
             except Exception as error:
                 self.tally.fail(f"{kind} {fate}", error)
+        await self.triton.close()
 
     def _prompt(self) -> str:
         return " ".join(self.random.choices(WORDS, k=self.random.choice((3, 10, 40, 120))))
 
     def _length(self) -> int:
-        return self.calm_length if self.calm else self.random.choice((4, 16, 64, 160))
+        return self.mix.length if self.mix.calm else self.random.choice((4, 16, 64, 160))
 
-    def _triton(self, kind: str, fate: str, stop_after: int) -> tuple[int, list[float]]:
-        results: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self.triton.start_stream(callback=lambda result, error: results.put((result, error)))
-        times, tokens = [time.monotonic()], 0
-        try:
-            model, inputs = self._inputs(kind)
-            self.triton.async_stream_infer(model, inputs, enable_empty_final_response=True)
-            for _ in range(stop_after):
-                result, error = results.get(timeout=120)
-                if error is not None:
-                    raise error
-                times.append(time.monotonic())
-                tokens = int(result.as_numpy("completion_tokens").item())
-                if result.get_response().parameters["triton_final_response"].bool_param:
-                    break
-        finally:
-            if fate == "killed":
-                self.triton.close()
-                self.triton = grpcclient.InferenceServerClient(f"127.0.0.1:{self.server.grpc}")
-            else:
-                self.triton.stop_stream(cancel_requests=fate == "cancelled")
-        return tokens, times
+    async def _triton(self, kind: str, fate: str, stop_after: int) -> tuple[int, list[float]]:
+        times, result = [time.monotonic()], None
+        results = stream(self.triton, *self._inputs(kind))
+        async for result, error in results:
+            if error is not None:
+                raise error
+            times.append(time.monotonic())
+            if len(times) > stop_after or result.get_response().parameters["triton_final_response"].bool_param:
+                break
+        if fate == "killed":
+            await self.triton.close()
+            self.triton = grpcclient.InferenceServerClient(f"127.0.0.1:{self.server.grpc}")
+        results.cancel()
+        return 0 if result is None else int(result.as_numpy("completion_tokens").item()), times
 
     def _inputs(self, kind: str) -> tuple[str, list[Any]]:
         sampling = [
@@ -227,56 +249,69 @@ class Client:
         length = np.int32(self._length())
         if kind == "text":
             text = tensor("text_input", "BYTES", np.array(self._prompt().encode(), object))
-            return "ensemble", [
-                text,
-                tensor("max_tokens", "INT32", length),
-                tensor("stream", "BOOL", np.bool_(True)),
-                *sampling,
-            ]
-        ids = np.array([[self.random.randrange(5, 4000) for _ in range(self.random.choice((3, 60, 400)))]], np.int32)
-        prompt = grpcclient.InferInput("input_ids", list(ids.shape), "INT32")
-        prompt.set_data_from_numpy(ids)
+            streaming = tensor("stream", "BOOL", np.bool_(self.mix.stream))
+            return "ensemble", [text, tensor("max_tokens", "INT32", length), streaming, *sampling]
+        ids = [self.random.randrange(5, 4000) for _ in range(self.random.choice((3, 60, 400)))]
+        streaming = tensor("streaming", "BOOL", np.bool_(True))
         return "tensorrt_llm", [
-            prompt,
-            tensor("request_output_len", "INT32", length),
-            tensor("streaming", "BOOL", np.bool_(True)),
-            *sampling,
-        ]
+            token_ids(ids), tensor("request_output_len", "INT32", length), streaming, *sampling
+        ]  # fmt: skip
 
-    def _openai(self, kind: str, fate: str, stop_after: int) -> tuple[int, list[float]]:
+    async def _openai(self, kind: str, fate: str, stop_after: int) -> tuple[int, list[float]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.openai)
+        try:
+            writer.write(self._http_request())
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise RuntimeError(status.decode())
+            tokens, times = await _server_sent(reader, stop_after)
+            if fate == "killed":
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        finally:
+            writer.close()
+        if fate == "whole" and not tokens:
+            raise RuntimeError("the stream ended early")
+        return tokens, times
+
+    def _http_request(self) -> bytes:
         body = {
             "model": self.server.model,
             "prompt": self._prompt(),
             "max_tokens": self._length(),
             "stream": True,
+            "stream_options": {"include_usage": True},
             "ignore_eos": True,
         }
-        data = json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
-        times, tokens = [time.monotonic()], 0
-        with socket.create_connection(("127.0.0.1", self.server.openai), timeout=120) as client:
-            fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close"
-            client.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data)
-            lines = client.makefile("rb")
-            status = lines.readline()
-            if b" 200 " not in status:
-                raise RuntimeError(status.decode())
-            for line in lines:
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                if event["choices"]:
-                    times.append(time.monotonic())
-                else:
-                    tokens = event["usage"]["completion_tokens"]
-                if len(times) > stop_after:
-                    break
-            if fate == "killed":
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        if fate == "whole" and not tokens:
-            raise RuntimeError("the stream ended early")
-        return tokens, times
+        data = json.dumps(body).encode()
+        fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close"
+        return f"POST /v1/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + data
+
+
+async def _server_sent(reader: asyncio.StreamReader, stop_after: int) -> tuple[int, list[float]]:
+    """Tokens, and the times of start and chunks, of a stream of server-sent events."""
+    times, tokens = [time.monotonic()], 0
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            raise RuntimeError(event["error"]["message"])
+        if event["choices"]:
+            times.append(time.monotonic())
+        else:
+            tokens = event["usage"]["completion_tokens"]
+        if len(times) > stop_after:
+            break
+    return tokens, times
+
+
+def stream(client: Any, model: str, inputs: list[Any]) -> Any:
+    """(result, error) pairs of one request."""
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": model, "inputs": inputs, "enable_empty_final_response": True}
+
+    return client.stream_infer(requests())
 
 
 def tensor(name: str, kind: str, value: Any) -> Any:
@@ -286,34 +321,52 @@ def tensor(name: str, kind: str, value: Any) -> Any:
     return made
 
 
-def drive(
-    server: Server, streams: int, seconds: float, seed: int, calm: bool
-) -> tuple[Tally, float, list[tuple[float, int]]]:
-    """Runs `streams` clients; returns what they saw, the duration, and (time, resident bytes) samples."""
+def token_ids(ids: list[int]) -> Any:
+    made = grpcclient.InferInput("input_ids", [1, len(ids)], "INT32")
+    made.set_data_from_numpy(np.array([ids], np.int32))
+    return made
+
+
+async def drive(server: Server, streams: int, seconds: float, seed: int, mix: Mix, samples: Samples) -> Tally:
+    """Runs `streams` clients; returns what they saw and adds (time, resident bytes) to `samples`."""
     tally, began = Tally(), time.monotonic()
-    clients = [Client(server, tally, seed + i, began + seconds, calm) for i in range(streams)]
-    threads = [threading.Thread(target=c.run, daemon=True) for c in clients]
-    for thread in threads:
-        thread.start()
-    samples = []
-    while any(t.is_alive() for t in threads):
+    clients = [Client(server, tally, seed + i, began + seconds, mix) for i in range(streams)]
+    running = asyncio.gather(*(c.run() for c in clients))
+    while not running.done():
         samples.append((time.monotonic() - began, server.resident_bytes()))
-        time.sleep(SAMPLE_S)
-    return tally, time.monotonic() - began, samples
+        await asyncio.wait((running,), timeout=SAMPLE_S)
+    tally.seconds = time.monotonic() - began
+    return tally
 
 
-def summary(tally: Tally, seconds: float) -> dict[str, Any]:
+async def batching(server: Server, streams: int, seconds: float, seed: int, stream: bool) -> dict[str, Any]:
+    """One client and `streams` clients in turns, with the same kind of requests; the gain is the median over the turns."""
+    one, many, mix = list[Tally](), list[Tally](), Mix(calm=True, stream=stream)
+    for turn in range(TURNS):
+        for count, tallies in ((1, one), (streams, many)):
+            tallies.append(await drive(server, count, seconds, seed + turn * streams, mix, []))
+    gains = [b.speed / a.speed for a, b in zip(one, many, strict=True)]
     return {
-        "seconds": round(seconds, 1),
+        "one_client": summary(Tally.of(one)),
+        "many_clients": summary(Tally.of(many)),
+        "gains": [round(g, 2) for g in gains],
+        "gain": round(float(np.median(gains)), 2),
+    }
+
+
+def summary(tally: Tally) -> dict[str, Any]:
+    return {
+        "seconds": round(tally.seconds, 1),
         "requests": dict(tally.requests),
-        "tokens_per_second": round(tally.tokens / seconds, 1),
+        "tokens_per_second": round(tally.speed, 1),
         "time_to_first_token": percentiles(tally.first),
         "gap_between_chunks": percentiles(tally.gaps),
+        "tokens_per_chunk": round(tally.tokens / max(1, len(tally.gaps) + len(tally.first)), 2),
         "unprovoked_errors": tally.errors[:20],
     }
 
 
-def memory(samples: list[tuple[float, int]], seconds: float) -> dict[str, Any]:
+def memory(samples: Samples, seconds: float) -> dict[str, Any]:
     """Mean resident bytes in the tenth of the load after its middle and in its last tenth."""
 
     def mean(low: float, high: float) -> float:
@@ -327,30 +380,14 @@ def memory(samples: list[tuple[float, int]], seconds: float) -> dict[str, Any]:
     }
 
 
-def probe(server: Server, seconds: float, seed: int) -> dict[str, Any]:
+async def probe(server: Server, seconds: float, seed: int) -> dict[str, Any]:
     """One text stream's gaps, with and without 2,000-token prompts that arrive one after the other."""
-    quiet, noisy, arrived = Tally(), Tally(), list[float]()
-    Client(server, quiet, seed, time.monotonic() + seconds / 2, True, PROBE_LENGTH).run()
-    stop = threading.Event()
-
-    def arrivals() -> None:
-        client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc}")
-        while not stop.wait(0.5):
-            results: queue.Queue[Any] = queue.Queue()
-            began = time.monotonic()
-            prompt = grpcclient.InferInput("input_ids", [1, 2000], "INT32")
-            prompt.set_data_from_numpy(np.full((1, 2000), 9, np.int32))
-            client.start_stream(callback=lambda result, error, results=results: results.put(error))
-            client.async_stream_infer("tensorrt_llm", [prompt, tensor("request_output_len", "INT32", np.int32(1))])
-            results.get(timeout=120)
-            arrived.append(time.monotonic() - began)
-            client.stop_stream()
-
-    thread = threading.Thread(target=arrivals)
-    thread.start()
-    Client(server, noisy, seed, time.monotonic() + seconds / 2, True, PROBE_LENGTH).run()
-    stop.set()
-    thread.join()
+    mix = Mix(calm=True, length=PROBE_LENGTH)
+    quiet = await drive(server, 1, seconds / 2, seed, mix, [])
+    arrived = list[float]()
+    arriving = asyncio.create_task(arrivals(server, arrived))
+    noisy = await drive(server, 1, seconds / 2, seed, mix, [])
+    arriving.cancel()
     ratio = percentiles(noisy.gaps)["p99_ms"] / percentiles(noisy.gaps)["p50_ms"]
     return {
         "alone": percentiles(quiet.gaps),
@@ -360,11 +397,25 @@ def probe(server: Server, seconds: float, seed: int) -> dict[str, Any]:
     }
 
 
-def idle(server: Server) -> dict[str, float]:
+async def arrivals(server: Server, arrived: list[float]) -> None:
+    """2,000-token prompts one after the other until cancelled; takes down when their first tokens came."""
+    client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc}")
+    while True:
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        inputs = [token_ids([9] * 2000), tensor("request_output_len", "INT32", np.int32(1))]
+        async for _, error in stream(client, "tensorrt_llm", inputs):
+            if error is not None:
+                raise error
+            break
+        arrived.append(time.monotonic() - began)
+
+
+async def idle(server: Server) -> dict[str, float]:
     """Slots, pages and queue once the clients are gone; waits up to 30 s."""
     deadline = time.monotonic() + 30
     while True:
-        time.sleep(1.0)
+        await asyncio.sleep(1.0)
         m = server.metrics()
         found = {k: m[f"v4tree_{k}"] for k in ("slots_active", "pages_used", "queue_depth")}
         if not any(found.values()) or time.monotonic() > deadline:
@@ -379,7 +430,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max_num_tokens", type=int, default=0)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--single_seconds", type=float, default=20)
+    parser.add_argument("--batching_seconds", type=float, default=10)
     parser.add_argument("--probe_seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", default="/tmp/v4tree_load_server.log")
@@ -387,33 +438,35 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+async def phases(server: Server, options: argparse.Namespace, report: dict[str, Any]) -> bool:
+    """Fills the report; whether something went wrong."""
+    bad, streams, seed = False, options.streams, options.seed
+    if options.batching_seconds:
+        for name, stream in (("streaming", True), ("not_streaming", False)):
+            report[f"batching_{name}"] = await batching(server, streams, options.batching_seconds, seed, stream)
+    if options.probe_seconds:
+        report["prefill_beside_a_stream"] = await probe(server, options.probe_seconds, seed)
+    if options.seconds:
+        samples: Samples = []
+        tally = await drive(server, streams, options.seconds, seed, Mix(calm=False), samples)
+        report["load"] = {**summary(tally), "memory": memory(samples, options.seconds)}
+        bad = bool(tally.errors) or report["load"]["memory"]["rise_last_half_percent"] >= 2.0
+    report["at_the_end"] = await idle(server)
+    report["metrics"] = server.metrics()
+    return bad or any(report["at_the_end"].values())
+
+
 def main() -> int:
     options = arguments()
     server = Server(options)
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
+        "processors": os.cpu_count(),
         "speculation": options.speculation,
         "streams": options.streams,
     }
     try:
-        if options.single_seconds:
-            tally, seconds, _ = drive(server, 1, options.single_seconds, options.seed, calm=True)
-            report["one_client"] = summary(tally, seconds)
-            tally, seconds, _ = drive(server, options.streams, options.single_seconds, options.seed, calm=True)
-            report["many_calm_clients"] = summary(tally, seconds)
-            report["batching_gain"] = round(
-                report["many_calm_clients"]["tokens_per_second"] / report["one_client"]["tokens_per_second"], 2
-            )
-        if options.probe_seconds:
-            report["prefill_beside_a_stream"] = probe(server, options.probe_seconds, options.seed)
-        bad = False
-        if options.seconds:
-            tally, seconds, samples = drive(server, options.streams, options.seconds, options.seed, calm=False)
-            report["load"] = {**summary(tally, seconds), "memory": memory(samples, options.seconds)}
-            bad = bool(tally.errors) or report["load"]["memory"]["rise_last_half_percent"] >= 2.0
-        report["at_the_end"] = idle(server)
-        report["metrics"] = server.metrics()
-        bad = bad or any(report["at_the_end"].values())
+        bad = asyncio.run(phases(server, options, report))
     finally:
         report["exit_status_of_the_server"] = server.stop()
     text = json.dumps(report, indent=1)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import queue
+import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,10 +69,52 @@ def test_grpc_stream_comes_in_parts_with_an_honest_final_flag(server: Server, ex
     with server.grpc() as client:
         results = list(stream(client, "ensemble", _tensors(0, stream=True), request_id="my-id"))
     reasons = [r.as_numpy("finish_reason").item().decode() for r in results]
-    assert len(results) > 3 and reasons == [""] * (len(results) - 1) + ["length"]
+    assert len(results) > 1 and reasons == [""] * (len(results) - 1) + ["length"]
     assert results[-1].as_numpy("completion_tokens").item() == 24
     assert results[-1].get_response().id == "my-id"
     assert '"request_id": "my-id"' in server.log.read_text()
+
+
+def test_clients_that_read_late_get_the_whole_text_and_hold_up_nobody(server: Server, engine_dir: Path) -> None:
+    params = SamplingParams(max_tokens=1900, temperature=0.0, ignore_eos=True)
+    text = LLM(engine_dir, threads=1).generate(PROMPTS[0], params)[0].outputs[0].text
+    late = threading.Event()
+    results: queue.Queue[object] = queue.Queue()
+
+    def callback(result: object, error: object) -> None:
+        late.wait(120)  # holds up the only thread that reads this stream
+        results.put(error or result)
+
+    before = server.metrics()["v4tree_finished_total"]
+    with server.grpc() as grpc, _openai_socket(server, PROMPTS[0], 1900) as sse:
+        grpc.start_stream(callback)
+        inputs = tensors(text_input=PROMPTS[0], max_tokens=1900, temperature=0.0, end_id=-1, stream=True)
+        grpc.async_stream_infer("ensemble", inputs, enable_empty_final_response=True)
+        with server.grpc() as other:
+            assert text_of(list(stream(other, "ensemble", tensors(text_input="x", max_tokens=4))))
+        deadline = time.monotonic() + 120
+        while server.metrics()["v4tree_finished_total"] < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        late.set()
+        read = [results.get(timeout=60)]
+        while not read[-1].get_response().parameters["triton_final_response"].bool_param:  # type: ignore[attr-defined]
+            read.append(results.get(timeout=60))
+        assert text_of(read) == text  # type: ignore[arg-type]
+        events = [json.loads(line[6:]) for line in sse.makefile("rb") if line.startswith(b"data: {")]
+    assert "".join(e["choices"][0]["text"] for e in events) == text
+
+
+def _openai_socket(server: Server, prompt: str, max_tokens: int) -> socket.socket:
+    """A streamed completion that nobody reads yet, with little room in the kernel for what it sends."""
+    body = {"model": "engine", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    data = json.dumps({**body, "stream": True}).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", server.openai_port))
+    fields = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nConnection: close"
+    client.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return client
 
 
 def test_token_model_by_tensorrt_llms_names(server: Server, engine_dir: Path) -> None:

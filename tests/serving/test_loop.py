@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 
 from trtllm_v4tree import SamplingParams
+from trtllm_v4tree.serving import owner as owner_module
+from trtllm_v4tree.serving import wire
 from trtllm_v4tree.serving.events import Code, Event, Submission
 from trtllm_v4tree.serving.loop import MAX_FAULTS, EngineLoop
 from trtllm_v4tree.serving.owner import Owner
@@ -241,3 +245,110 @@ def test_an_engine_that_always_fails_is_given_up(engine_dir: Path, monkeypatch: 
         assert Asked(loop).code() is Code.INTERNAL
     assert Asked(loop).code() is Code.UNAVAILABLE and not loop.ready
     loop.stop()
+
+
+class Peer:
+    """A process at the owner's socket that sends requests and does not read before it is asked to."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.connect(str(path))
+        self.count = 0
+
+    def submit(self, params: SamplingParams, prompt: Any = "Once upon a time") -> None:
+        submission = Submission(f"peer-{self.count}", prompt, params)
+        self.socket.sendall(wire.frame({"op": "submit", "id": self.count, "submission": submission.to_json()}))
+        self.count += 1
+
+    def results(self) -> tuple[list[Event], int]:
+        """Reads until every request has ended; each one's events as one, and the number of frames."""
+        found: dict[int, Event] = {}
+        frames = 0
+        with self.socket.makefile("rb") as stream:
+            while len(found) < self.count or not all(e.last for e in found.values()):
+                message = wire.read(stream)
+                assert message is not None, "the connection ended early"
+                frames += 1
+                for number, data in message["events"]:
+                    event = Event.from_json(data)
+                    found[number] = found[number].then(event) if number in found else event
+        return [found[n] for n in range(self.count)], frames
+
+
+@pytest.fixture
+def owner(loop: EngineLoop, tmp_path: Path) -> Iterator[Owner]:
+    tmp_path.chmod(0o700)
+    made = Owner(loop, tmp_path / "engine.sock")
+    yield made
+    made.close()
+
+
+def _wait_for_finished(loop: EngineLoop, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while loop.stats.finished < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_peer_that_does_not_read_holds_up_nobody_and_loses_nothing(loop: EngineLoop, owner: Owner) -> None:
+    text = _joined(Asked(loop, LONG)).text
+    stopped = replace(LONG, stop=[text[100:106], text[200:209]])
+    asked = (replace(LONG, logprobs=20), replace(LONG, logprobs=20), stopped)
+    before, peer = loop.stats.finished, Peer(owner.path)
+    for params in asked:
+        peer.submit(params)
+    _wait_for_finished(loop, before + 3)
+    assert Asked(RemoteLoop(owner.path)).code() is None, "others are served beside it"
+    results, frames = peer.results()
+    assert [r.text for r in results] == [text, text, text[: min(text.find(s) for s in stopped.stop)]]
+    assert [len(r.logprobs) for r in results] == [400, 400, 0] and results[2].stop_reason in stopped.stop
+    assert frames < results[0].usage.rounds, "what waited came together"
+
+
+def test_a_peer_that_leaves_too_much_unread_is_cut_off(
+    loop: EngineLoop, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner_module, "MAX_BACKLOG", 2)
+    peer = Peer(owner.path)
+    for _ in range(6):
+        peer.submit(replace(LONG, logprobs=20))
+    with pytest.raises(AssertionError, match="ended early"):
+        peer.socket.settimeout(60)
+        _wait_until_closed(owner)
+        peer.results()
+    assert Asked(loop).code() is None
+
+
+def _wait_until_closed(owner: Owner) -> None:
+    deadline = time.monotonic() + 120
+    while owner._connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_without_stream_the_result_is_one_event(loop: EngineLoop, owner: Owner) -> None:
+    want = _joined(Asked(loop, LONG))
+    for backend in (loop, RemoteLoop(owner.path)):
+        found: queue.Queue[Event] = queue.Queue()
+        backend.submit(Submission("id", "Once upon a time", LONG, stream=False), found.put)
+        event = found.get(timeout=60)
+        assert event.last and (event.token_ids, event.text) == (want.token_ids, want.text)
+
+
+def test_a_request_without_stream_can_be_cancelled(loop: EngineLoop, owner: Owner) -> None:
+    found: queue.Queue[Event] = queue.Queue()
+    long = replace(LONG, max_tokens=2000)
+    ticket = RemoteLoop(owner.path).submit(Submission("id", "Once upon a time", long, stream=False), found.put)
+    while not loop.stats.slots_active:
+        time.sleep(0.01)
+    ticket.cancel()
+    event = found.get(timeout=60)
+    assert event.error is not None and event.error.code is Code.CANCELLED and not event.token_ids
+
+
+def _joined(asked: Asked) -> Event:
+    """The events of a request as one."""
+    whole = asked.first()
+    while not whole.last:
+        whole = whole.then(asked.first())
+    return whole

@@ -6,10 +6,8 @@ this machine, with the load it has now.
 
 from __future__ import annotations
 
-import numpy as np
-
 _STALL = 2.5  # a round and the pass before it, over the round alone
-_STEP = 8  # chunks are multiples of this; also the smallest
+_STEP = 4  # chunks are multiples of this; also the smallest
 _FIRST = 16  # before anything has been measured
 _MEMORY, _WILD, _ENOUGH = 64, 3.0, 4
 
@@ -19,18 +17,20 @@ class Line:
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = np.zeros(5)  # of 1, x, ms, x * x, x * ms, older passes counting less
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of 1, x, ms, x * x, x * ms, older passes counting less
 
     def add(self, x: float, ms: float) -> None:
         if self.count >= _ENOUGH:
             ms = min(ms, _WILD * self.at(x))
         self.count += 1
-        self._sums *= 1.0 - 1.0 / min(self.count, _MEMORY)
-        self._sums += (1.0, x, ms, x * x, x * ms)
+        keep = 1.0 - 1.0 / min(self.count, _MEMORY)
+        n, sx, sy, sxx, sxy = self._sums
+        self._sums = (keep * n + 1.0, keep * sx + x, keep * sy + ms, keep * sxx + x * x, keep * sxy + x * ms)
 
     def fit(self) -> tuple[float, float]:
         """(base, slope), neither below zero. Where x hardly varied, a line through the origin."""
-        x, y, xx, xy = (self._sums[1:] / self._sums[0]).tolist()
+        n = self._sums[0]
+        x, y, xx, xy = (total / n for total in self._sums[1:])
         through_origin = y / x
         slope = (xy - x * y + through_origin) / (max(xx - x * x, 0.0) + 1.0)
         slope = min(max(slope, 1e-9), through_origin)

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trtllm_v4tree.errors import RequestError, V4TreeError
 from trtllm_v4tree.runtime.params import SamplingParams
@@ -42,12 +42,16 @@ Prompt = str | list[int] | list[Turn]
 
 @dataclass(frozen=True)
 class Submission:
-    """One generation: text, token ids or chat turns, what to sample, and how long it may take in all."""
+    """One generation: text, token ids or chat turns, what to sample, and how long it may take in all.
+
+    Without `stream` the result comes as one event.
+    """
 
     request_id: str
     prompt: Prompt
     params: SamplingParams
     timeout_s: float | None = None
+    stream: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -55,6 +59,7 @@ class Submission:
             "prompt": self.prompt,
             "params": dataclasses.asdict(self.params),
             "timeout_s": self.timeout_s,
+            "stream": self.stream,
         }
 
     @classmethod
@@ -70,13 +75,13 @@ class Submission:
                 prompt,
                 SamplingParams(**data["params"]),
                 None if timeout is None else float(timeout),
+                bool(data["stream"]),
             )
         except (KeyError, TypeError, ValueError, RequestError) as error:
             raise ServingError(Code.INVALID_ARGUMENT, f"the submission cannot be read: {error}") from error
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Counts of one request so far; `rounds` are verify passes and `round_tokens` what they emitted."""
 
     prompt_tokens: int = 0
@@ -89,6 +94,9 @@ class Usage:
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
 
+NO_USAGE = Usage()
+
+
 @dataclass(frozen=True)
 class Event:
     """What one or more rounds added to a request. The last event of a request has `finish_reason` or `error`."""
@@ -98,7 +106,7 @@ class Event:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    usage: Usage = Usage()
+    usage: Usage = NO_USAGE
     error: ServingError | None = None
 
     @property
@@ -107,18 +115,25 @@ class Event:
 
     def then(self, later: Event) -> Event:
         """Both events as one."""
-        return dataclasses.replace(
-            later,
-            token_ids=self.token_ids + later.token_ids,
-            text=self.text + later.text,
-            logprobs=self.logprobs + later.logprobs,
+        return Event(
+            self.token_ids + later.token_ids,
+            self.text + later.text,
+            self.logprobs + later.logprobs,
+            later.finish_reason,
+            later.stop_reason,
+            later.usage,
+            later.error,
         )
+
+    def without_error(self) -> Event:
+        """What had been emitted before the error."""
+        return dataclasses.replace(self, error=None)
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {
             "token_ids": self.token_ids,
             "text": self.text,
-            "usage": dataclasses.astuple(self.usage),
+            "usage": self.usage,
         }
         if self.logprobs:
             data["logprobs"] = self.logprobs
@@ -143,7 +158,7 @@ class Event:
 
 
 def failure(error: ServingError, usage: Usage | None = None) -> Event:
-    return Event(error=error, usage=usage or Usage())
+    return Event(error=error, usage=usage or NO_USAGE)
 
 
 class Ticket(Protocol):

@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from trtllm_v4tree.accounting import state_bytes
 from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.llm import LLM
 from trtllm_v4tree.runtime.engine import Engine
@@ -25,6 +27,13 @@ from trtllm_v4tree.serving.stats import Stats, Tally
 from trtllm_v4tree.tokenizer import EngineTokenizer
 
 MAX_FAULTS = 8  # consecutive failed passes after which the engine is given up
+
+
+class Shown(NamedTuple):
+    """How much of a request's output its events have carried."""
+
+    tokens: int = 0
+    characters: int = 0
 
 
 @dataclass
@@ -38,6 +47,7 @@ class LoopTicket:
     request: Request | None = None
     cancelled: bool = False
     first_token: float | None = None
+    shown: Shown = field(default_factory=Shown)
     tally: Tally = field(default_factory=Tally)
     error: ServingError | None = None
 
@@ -64,7 +74,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, tokenizer: EngineTokenizer | None, max_queue: int = 256) -> None:
         self.engine, self.tokenizer, self.max_queue = engine, tokenizer, max_queue
         self.stats = Stats()
-        self.after_round: Callable[[], None] = lambda: None
+        self._bytes_per_node = int(state_bytes(engine.config, engine.sizes).per_node)
         self._inbox: deque[LoopTicket] = deque()
         self._live: list[LoopTicket] = []
         self._changed = threading.Condition()
@@ -158,7 +168,6 @@ class EngineLoop:
                 self._fault(error)
             self._deliver()
             self._observe()
-            self.after_round()
 
     def _wait_for_work(self) -> bool:
         with self._changed:
@@ -270,20 +279,26 @@ class EngineLoop:
             self._end(ticket, failure(ServingError(Code.CANCELLED, "the request was cancelled."), ticket.usage()))
             return
         new = len(request.output_ids) - tally.tokens
-        if not new and request.finish_reason is None:
-            tally.settle(request, self.stats)  # deterministic mode: a round that chose nothing for sure
+        if new and ticket.first_token is None:
+            ticket.first_token = time.monotonic()
+        if request.finish_reason is None and not (new and ticket.submission.stream):
+            tally.settle(request, self.stats)
             return
+        self._hand_out(ticket, request)
+
+    def _hand_out(self, ticket: LoopTicket, request: Request) -> None:
+        """What came since the last event of this request."""
+        shown, text = ticket.shown, request.text
         event = Event(
-            request.output_ids[tally.tokens :],
-            request.text[tally.characters :],
-            request.logprobs[tally.tokens :],
+            request.output_ids[shown.tokens :],
+            text[shown.characters :],
+            request.logprobs[shown.tokens :],
             request.finish_reason,
             request.stop_reason,
             ticket.usage(),
         )
-        if ticket.first_token is None:
-            ticket.first_token = time.monotonic()
-        tally.settle(request, self.stats)
+        ticket.shown = Shown(len(request.output_ids), len(text))
+        ticket.tally.settle(request, self.stats)
         if event.last:
             self._end(ticket, event)
         else:
@@ -319,4 +334,4 @@ class EngineLoop:
 
     def _observe(self) -> None:
         self.stats.ready = int(self.ready)
-        self.stats.observe(self.engine)
+        self.stats.observe(self.engine, self._bytes_per_node)

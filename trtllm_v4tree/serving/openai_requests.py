@@ -151,7 +151,7 @@ def _openai(
     for index, prompt in enumerate(p for p in prompts for _ in range(n)):
         own = request_id if len(prompts) * n == 1 else f"{request_id}-{index}"
         seeded = _with_seed(params, index % n)
-        generations.append(Generation(Submission(own, prompt, seeded), stream, echo))
+        generations.append(Generation(Submission(own, prompt, seeded, stream=stream), echo))
     return OpenAIRequest(
         request_id, generations, len(prompts), data["model"], stream, _include_usage(data, stream), params.logprobs
     )

@@ -13,7 +13,9 @@ import hmac
 import json
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,7 @@ class Endpoint:
         try:
             await running.start()
             if asked.stream:
+                await running.first_event()
                 return _Stream(running, answer, headers)
             await _until_ended(running, answer, request)
             return JSONResponse(answer.whole(), headers=headers)
@@ -208,36 +211,49 @@ class Endpoint:
 
 
 class _Running:
-    """The generations of one HTTP request; events of all choices come through one queue."""
+    """The generations of one HTTP request; events of a choice that the client has not taken wait as one."""
 
     def __init__(self, backend: Backend, asked: OpenAIRequest, timeout_s: float | None) -> None:
         self.backend, self.asked, self.timeout_s = backend, asked, timeout_s
         self.tickets: list[Ticket] = []
-        self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.open = len(asked.generations)
-        self.first: tuple[int, Event] | None = None
+        self._io = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Event] = {}
+        self._arrived = asyncio.Event()
 
     async def start(self) -> None:
-        """Submits and waits for the first event, so that a refusal still has its own HTTP status. Raises ServingError."""
-        io = asyncio.get_running_loop()
+        """Submits. Raises ServingError."""
         for index, generation in enumerate(self.asked.generations):
-
-            def on_event(event: Event, index: int = index) -> None:
-                with contextlib.suppress(RuntimeError):  # the server's loop has ended
-                    io.call_soon_threadsafe(self.events.put_nowait, (index, event))
-
             submission = dataclasses.replace(generation.submission, timeout_s=self.timeout_s)
+            on_event = partial(self._on_event, index)
             self.tickets.append(await asyncio.to_thread(self.backend.submit, submission, on_event))
-        self.first = await self.events.get()
-        if self.first[1].error is not None:
-            raise self.first[1].error
+
+    async def first_event(self) -> None:
+        """Waits for one, so that a refusal still has its own HTTP status. Raises ServingError."""
+        await self._arrived.wait()
+        for event in list(self._waiting.values()):
+            if event.error is not None and not event.token_ids:
+                raise event.error
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         while self.open:
-            index, event = self.first or await self.events.get()
-            self.first = None
-            self.open -= event.last
-            yield index, event
+            await self._arrived.wait()
+            self._arrived.clear()
+            with self._lock:
+                waiting, self._waiting = self._waiting, {}
+            for index, event in waiting.items():
+                self.open -= event.last
+                yield index, event
+
+    def _on_event(self, index: int, event: Event) -> None:
+        """From the backend's thread."""
+        with self._lock:
+            first, before = not self._waiting, self._waiting.get(index)
+            self._waiting[index] = event if before is None else before.then(event)
+        if first:
+            with contextlib.suppress(RuntimeError):  # the server's loop has ended
+                self._io.call_soon_threadsafe(self._arrived.set)
 
     def cancel(self) -> None:
         for ticket in self.tickets:
@@ -265,6 +281,8 @@ async def _sse(running: _Running, answer: Answer) -> AsyncIterator[str]:
         yield _data(chunk)
     async for index, event in running:
         if event.error is not None:
+            for chunk in answer.chunks(index, event.without_error()):
+                yield _data(chunk)
             yield _data(
                 error_body(
                     _STATUS[event.error.code], event.error.message, event.error.code.value.lower(), event.error.field

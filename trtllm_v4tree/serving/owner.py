@@ -5,10 +5,11 @@ One process owns the engine; a lock file beside the socket keeps a second one ou
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import fcntl
 import logging
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,91 +19,90 @@ from trtllm_v4tree.serving import wire
 from trtllm_v4tree.serving.events import Event, ServingError, Submission, failure
 from trtllm_v4tree.serving.logs import log
 from trtllm_v4tree.serving.loop import EngineLoop, LoopTicket
+from trtllm_v4tree.serving.outbox import Outbox
 
-MAX_BACKLOG = 64 << 20  # bytes a connection may leave unread before it is closed
+MAX_BACKLOG = 4096  # requests whose events a peer may leave unread before its connection is closed
 
 
 class Owner:
-    """Listens on `socket_path` until `close`."""
+    """Listens on `socket_path` until `close`; one reading and one writing thread per connection."""
 
     def __init__(self, loop: EngineLoop, socket_path: Path) -> None:
         self.engine_loop, self.path = loop, socket_path
         self._lock = _locked(socket_path)
-        self._io = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="v4tree-owner", daemon=True)
+        self._listener = _listen(socket_path)
         self._connections: set[_Connection] = set()
-        self._flush_due: set[_Connection] = set()
-        loop.after_round = self._flush
-        ready = threading.Event()
-        self._io.call_soon(lambda: self._io.create_task(self._serve(ready)))
+        self._thread = threading.Thread(target=self._accept, name="v4tree-owner", daemon=True)
         self._thread.start()
-        if not ready.wait(timeout=10.0):
-            raise EngineFormatError(f"cannot listen on {socket_path}.")
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._io)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5.0)
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
         for path in (self.path, self.path.with_suffix(".lock")):
             path.unlink(missing_ok=True)
         os.close(self._lock)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._io)
-        self._io.run_forever()
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return  # `close`
+            connection = _Connection(self.engine_loop, peer, self._connections.discard)
+            self._connections.add(connection)
+            connection.start()
 
-    async def _end(self) -> None:
-        self._server.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._io.stop()
 
-    async def _serve(self, ready: threading.Event) -> None:
-        self.path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._accept, str(self.path))
-        self.path.chmod(0o600)
-        ready.set()
+class _Connection:
+    """One peer process: its requests, and the events that wait for it to read."""
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(self, writer)
-        self._connections.add(connection)
+    def __init__(self, loop: EngineLoop, peer: socket.socket, on_end: Any) -> None:
+        self.loop, self.peer, self.on_end = loop, peer, on_end
+        self.tickets: dict[int, LoopTicket] = {}
+        self._submitting, self._sending = threading.Lock(), threading.Lock()
+        self._outbox: Outbox[int] = Outbox()
+
+    def start(self) -> None:
+        for name, run in (("v4tree-owner-in", self._read), ("v4tree-owner-out", self._write)):
+            threading.Thread(target=run, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends both threads; the reading one cancels what runs."""
+        with contextlib.suppress(OSError):
+            self.peer.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
         try:
-            while True:
-                length = wire.body_length(await reader.readexactly(wire.HEADER_BYTES))
-                await connection.handle(wire.parse(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            with self.peer.makefile("rb") as stream:
+                while (message := wire.read(stream)) is not None:
+                    self._handle(message)
+        except OSError:
             pass  # the peer or this process ends
         except Exception as error:
             log("connection_closed", logging.WARNING, reason=str(error))
         finally:
-            self._connections.discard(connection)
-            connection.close()
+            self.close()
+            for ticket in list(self.tickets.values()):
+                ticket.cancel()
+            self._outbox.close()
+            self.on_end(self)
 
-    def mark(self, connection: _Connection) -> None:
-        """Engine thread: this connection has events to send after the round."""
-        self._flush_due.add(connection)
+    def _write(self) -> None:
+        """One frame for all that waits: a round's events while the peer keeps up, those of several when it does not."""
+        try:
+            while waiting := self._outbox.take():
+                self._forget(number for number, event in waiting.items() if event.last)
+                self._send({"events": [(number, event.to_json()) for number, event in waiting.items()]})
+        except (OSError, wire.WireError) as error:
+            log("connection_closed", logging.WARNING, reason=str(error))
+        finally:
+            self.close()
 
-    def _flush(self) -> None:
-        """Engine thread, after each round: one frame per connection."""
-        due, self._flush_due = self._flush_due, set()
-        for connection in due:
-            connection.flush()
-
-    def call(self, function: Any, *args: Any) -> None:
-        """Runs a function on the socket thread."""
-        self._io.call_soon_threadsafe(function, *args)
-
-
-class _Connection:
-    """One peer process: its requests, and the events that wait for the end of the round."""
-
-    def __init__(self, owner: Owner, writer: asyncio.StreamWriter) -> None:
-        self.owner, self.writer = owner, writer
-        self.tickets: dict[int, LoopTicket] = {}
-        self.waiting: list[tuple[int, dict[str, Any]]] = []
-
-    async def handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         kind, number = message["op"], int(message["id"])
         if kind == "submit":
             self._submit(number, message["submission"])
@@ -110,9 +110,9 @@ class _Connection:
             if (ticket := self.tickets.get(number)) is not None:
                 ticket.cancel()
         elif kind == "stats":
-            self.send({"reply": number, "data": self.owner.engine_loop.stats.to_json()})
+            self._send({"reply": number, "data": self.loop.stats.to_json()})
         elif kind == "drain":
-            self.owner._io.create_task(self._drain(number, float(message["grace_s"])))
+            threading.Thread(target=self._drain, args=(number, float(message["grace_s"])), daemon=True).start()
         else:
             raise wire.WireError(f"unknown op {kind!r}.")
 
@@ -120,42 +120,45 @@ class _Connection:
         try:
             submission = Submission.from_json(data)
         except ServingError as error:
-            self.send({"events": [[number, failure(error).to_json()]]})
+            self._outbox.put(number, failure(error))
             return
-        self.tickets[number] = self.owner.engine_loop.submit_to(
-            submission, lambda _, event: self._on_event(number, event)
-        )
+        with self._submitting:
+            self.tickets[number] = self.loop.submit_to(submission, lambda _, event: self._on_event(number, event))
 
-    async def _drain(self, number: int, grace_s: float) -> None:
-        whole = await asyncio.to_thread(self.owner.engine_loop.drain, grace_s)
-        self.send({"reply": number, "data": {"all_ended": whole}})
+    def _forget(self, numbers: Any) -> None:
+        with self._submitting:
+            for number in numbers:
+                self.tickets.pop(number, None)
+
+    def _drain(self, number: int, grace_s: float) -> None:
+        whole = self.loop.drain(grace_s)
+        with contextlib.suppress(OSError):
+            self._send({"reply": number, "data": {"all_ended": whole}})
 
     def _on_event(self, number: int, event: Event) -> None:
         """Engine thread."""
-        self.waiting.append((number, event.to_json()))
-        if event.last:
-            self.owner.call(self.tickets.pop, number, None)
-        self.owner.mark(self)
+        self._outbox.put(number, event)
+        if len(self._outbox) > MAX_BACKLOG:
+            self.close()
 
-    def flush(self) -> None:
-        """Engine thread."""
-        waiting, self.waiting = self.waiting, []
-        self.owner.call(self.send, {"events": waiting})
+    def _send(self, data: dict[str, Any]) -> None:
+        body = wire.frame(data)
+        with self._sending:
+            self.peer.sendall(body)
 
-    def send(self, data: dict[str, Any]) -> None:
-        """Socket thread."""
-        if self.writer.is_closing():
-            return
-        self.writer.write(wire.frame(data))
-        if self.writer.transport.get_write_buffer_size() > MAX_BACKLOG:
-            log("connection_closed", logging.WARNING, reason=f"the peer left more than {MAX_BACKLOG} bytes unread")
-            self.writer.transport.abort()
 
-    def close(self) -> None:
-        for ticket in list(self.tickets.values()):
-            ticket.cancel()
-        self.tickets.clear()
-        self.writer.close()
+def _listen(socket_path: Path) -> socket.socket:
+    """Raises EngineFormatError if the path cannot be listened on."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        socket_path.unlink(missing_ok=True)
+        listener.bind(str(socket_path))
+        socket_path.chmod(0o600)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise EngineFormatError(f"cannot listen on {socket_path} ({error.strerror}).") from error
+    return listener
 
 
 def _locked(socket_path: Path) -> int:

@@ -106,10 +106,8 @@ class _Link:
     def _read(self) -> None:
         stream = self.socket.makefile("rb")
         try:
-            while header := stream.read(wire.HEADER_BYTES):
-                if len(header) < wire.HEADER_BYTES:
-                    break
-                self._dispatch(wire.parse(stream.read(wire.body_length(header))))
+            while (message := wire.read(stream)) is not None:
+                self._dispatch(message)
         except (OSError, wire.WireError):
             pass
         finally:

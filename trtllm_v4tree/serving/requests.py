@@ -47,8 +47,11 @@ class Generation:
     """A checked request: what to submit and how to answer."""
 
     submission: Submission
-    stream: bool = False
     include_prompt: bool = False
+
+    @property
+    def stream(self) -> bool:
+        return self.submission.stream
 
 
 def checked_ids(ids: Sequence[Any], name: str, limits: Limits) -> list[int]:

@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtllm_v4tree.accounting import state_bytes
 from trtllm_v4tree.runtime.engine import Engine
 from trtllm_v4tree.runtime.request import Request
 
@@ -43,22 +42,17 @@ class Stats:
         for depth in range(emitted):
             self.accepted_by_depth[depth] += 1
 
-    def observe(self, engine: Engine) -> None:
-        """Takes the gauges from an engine between rounds."""
+    def observe(self, engine: Engine, bytes_per_node: int) -> None:
+        """Takes the gauges from an engine between rounds; `bytes_per_node` are those of its scratch."""
         pools = engine.pools
         self.slots_active, self.slots_free = engine.num_active, len(pools.slots)
         self.queue_depth = engine.num_queued
         self.pages_used, self.pages_free = len(pools.pages.taken), len(pools.pages)
-        self.scratch_bytes = _scratch_bytes(engine)
+        nodes = 1 if engine.policy is None else engine.policy.max_nodes
+        self.scratch_bytes = nodes * engine.num_active * bytes_per_node
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-def _scratch_bytes(engine: Engine) -> int:
-    """Bytes of scratch that a verify pass of the rows now active may take: most nodes of its trees x bytes per node."""
-    nodes = 1 if engine.policy is None else engine.policy.max_nodes
-    return nodes * engine.num_active * int(state_bytes(engine.config, engine.sizes).per_node)
 
 
 @dataclass
@@ -66,7 +60,6 @@ class Tally:
     """How much of a request's counts the statistics have taken already."""
 
     tokens: int = 0
-    characters: int = 0
     rounds: int = 0
     round_tokens: int = 0
 
@@ -79,5 +72,5 @@ class Tally:
         else:
             assert new_rounds == 0, "statistics are settled after every round"
         stats.emitted_tokens += len(request.output_ids) - self.tokens
-        self.tokens, self.characters = len(request.output_ids), len(request.text)
+        self.tokens = len(request.output_ids)
         self.rounds, self.round_tokens = m.rounds, m.round_tokens

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,13 +27,15 @@ from trtllm_v4tree.serving import logs
 from trtllm_v4tree.serving.events import Backend, Code, Event, ServingError, Ticket
 from trtllm_v4tree.serving.loop import EngineLoop
 from trtllm_v4tree.serving.metrics import Exporter
+from trtllm_v4tree.serving.outbox import Outbox
 from trtllm_v4tree.serving.owner import Owner
 from trtllm_v4tree.serving.remote import RemoteLoop
 from trtllm_v4tree.serving.requests import Generation, Limits
 from trtllm_v4tree.serving.triton_requests import text_request, token_request
 from trtllm_v4tree.serving.wire import default_socket
 
-CANCEL_POLL_S = 0.05  # at least; and after every round
+CANCEL_POLL_S = 0.02  # a few rounds of a full batch; each question is a round trip to the server process
+SEND_REST = 2.0  # times what a pass over several streams took
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,11 @@ class _Live:
     sender: Any
     generation: Generation
     ticket: Ticket | None = None
-    gathered: Event | None = None
     started: bool = False
     cancelled: bool = False
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-    log_probs: list[float] = field(default_factory=list)
+    cum_log_prob: float = 0.0
 
     def ask_cancelled(self) -> bool:
         """True once, when the client has gone."""
@@ -134,8 +134,7 @@ class _Model(ABC):
     def __init__(self, pb: TritonUtils) -> None:
         self.pb = pb
         self._live: set[_Live] = set()
-        self._events: SimpleQueue[tuple[_Live, Event] | None] = SimpleQueue()
-        self._round = threading.Event()
+        self._outbox: Outbox[_Live] = Outbox()
         self._closing = False
         self._server_pid = os.getppid()
 
@@ -159,7 +158,7 @@ class _Model(ABC):
             try:
                 live = _Live(sender, self._checked(request))
                 self._live.add(live)
-                live.ticket = self.backend.submit(live.generation.submission, partial(self._on_event, live))
+                live.ticket = self.backend.submit(live.generation.submission, partial(self._outbox.put, live))
             except ServingError as error:
                 if live is not None:
                     self._live.discard(live)
@@ -180,8 +179,7 @@ class _Model(ABC):
         deadline = time.monotonic() + 5.0
         while self._live and time.monotonic() < deadline:
             time.sleep(0.02)
-        self._events.put(None)
-        self._round.set()
+        self._outbox.close()
         for thread in self._threads:
             thread.join(timeout=5.0)
 
@@ -207,41 +205,30 @@ class _Model(ABC):
 
     # ---------------------------------------------------------------- answers
 
-    def _on_event(self, live: _Live, event: Event) -> None:
-        """From the backend's thread; must not block."""
-        self._events.put((live, event))
-        self._round.set()
-
     def _answer(self) -> None:
-        """Sends what has come; events of one request that came together go out as one response."""
-        while (item := self._events.get()) is not None:
-            together: dict[int, tuple[_Live, Event]] = {}
-            while item is not None:
-                live, event = item
-                before = together.get(id(live))
-                together[id(live)] = (live, before[1].then(event) if before else event)
-                try:
-                    item = self._events.get_nowait()
-                except Empty:
-                    break
-            for live, event in together.values():
+        """Sends what has come, one response per stream.
+
+        After a pass over several streams it rests, so that sending takes at most a third of one processor: the busier the server, the
+        more tokens a response has. A stream that is alone never waits.
+        """
+        while waiting := self._outbox.take():
+            began = time.monotonic()
+            for live, event in waiting.items():
                 self._answer_one(live, event)
-            if item is None:
-                return
+            if len(waiting) > 1:
+                time.sleep(SEND_REST * (time.monotonic() - began))
 
     def _answer_one(self, live: _Live, event: Event) -> None:
         if event.last:
             with live.lock:
                 live.ended = True
         try:
-            if event.error is not None:
-                self._send_error(live.sender, event.error)
-            elif live.generation.stream:
+            if event.error is None:
                 self._send(live, event)
             else:
-                live.gathered = live.gathered.then(event) if live.gathered else event
-                if event.last:
-                    self._send(live, live.gathered)
+                if live.generation.stream and event.token_ids:
+                    self._send(live, event.without_error())
+                self._send_error(live.sender, event.error)
         except Exception:
             logs.log("send_failed", exc_info=True, request_id=live.generation.submission.request_id)
             if live.ticket is not None:
@@ -250,7 +237,7 @@ class _Model(ABC):
             self._live.discard(live)
 
     def _send(self, live: _Live, event: Event) -> None:
-        live.log_probs += [p.chosen for p in event.logprobs]
+        live.cum_log_prob += sum(p.chosen for p in event.logprobs)
         response = self.pb.InferenceResponse(output_tensors=self.outputs(live, event))
         live.started = True
         live.sender.send(response, self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if event.last else 0)
@@ -272,12 +259,10 @@ class _Model(ABC):
         while not self._closing:
             if os.getppid() != self._server_pid:
                 os._exit(1)  # the server died without a word; nobody else would end this process
-            self._round.wait(CANCEL_POLL_S)
-            self._round.clear()
             for live in list(self._live):
                 if live.ticket is not None and live.ask_cancelled():
                     live.ticket.cancel()
-            time.sleep(0.002)
+            time.sleep(CANCEL_POLL_S)
 
     def _common_outputs(self, live: _Live, event: Event) -> list[Any]:
         """Outputs that both models have."""
@@ -292,7 +277,7 @@ class _Model(ABC):
         if live.generation.submission.params.logprobs is not None:
             chosen = np.array([p.chosen for p in event.logprobs], np.float32)
             found.append(tensor("output_log_probs", chosen.reshape(1, 1, -1)))
-            found.append(tensor("cum_log_probs", np.array([[sum(live.log_probs)]], np.float32)))
+            found.append(tensor("cum_log_probs", np.array([[live.cum_log_prob]], np.float32)))
         return found
 
 

@@ -147,9 +147,8 @@ def _generation(
     _apply_end_id(tensors, limits, fields)
     params = sampling_params(fields, limits, names)
     include_prompt = not _flag(tensors, "exclude_input_in_output", exclude_prompt)
-    return Generation(
-        Submission(checked_id(request_id), prompt, params, timeout_s), _flag(tensors, stream_name), include_prompt
-    )
+    stream = _flag(tensors, stream_name)
+    return Generation(Submission(checked_id(request_id), prompt, params, timeout_s, stream), include_prompt)
 
 
 def _apply_end_id(tensors: Tensors, limits: Limits, fields: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import stat
 import struct
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trtllm_v4tree.errors import V4TreeError
 
@@ -53,6 +53,14 @@ def private_directory(path: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise WireError(f"{path} must be a directory of mode 0700 that belongs to this user: remove it or set TMPDIR.")
     return path
+
+
+def read(stream: BinaryIO) -> dict[str, Any] | None:
+    """The next frame; None where the stream ends. Raises WireError."""
+    header = stream.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        return None
+    return parse(stream.read(body_length(header)))
 
 
 def parse(body: bytes) -> dict[str, Any]:
