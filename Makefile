@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# NVIDIA's plugin front end without its library, and type stubs in a folder where no import finds them.
+FRONT_END := "tensorrt-cu13-bindings==11.4.*"
+STUBS := "tensorrt-stubs==10.13.*"
+
 .PHONY: demo test test-compile lint clean
 
 $(BIN)/python:
@@ -14,7 +18,9 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[test,bench,serve,plugins,compare]"
+	$(BIN)/python -m pip install --quiet -e ".[test,bench,serve,plugins,compare,rtx]"
+	$(BIN)/python -m pip install --quiet --no-deps $(FRONT_END)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/tensorrt-stubs $(STUBS)
 	touch $@
 
 demo: $(VENV)/.base
@@ -30,7 +36,6 @@ test: lint
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/plugins --confcutdir=tests/plugins -m "not compile"
 
 test-compile: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet -e ".[rtx]"
 	$(BIN)/python -m pytest tests/plugins --confcutdir=tests/plugins -m compile
 
 clean:

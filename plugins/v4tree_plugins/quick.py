@@ -8,6 +8,7 @@ Every plugin: activations fp32, fp16 or bf16 together; states, masks, rotations 
 # ruff: noqa: UP006, UP035  (the front end compares the spelling typing.Tuple)
 
 import functools
+from collections.abc import Callable
 from typing import Any, List, Tuple
 
 import tensorrt as trt
@@ -17,13 +18,16 @@ from tensorrt.plugin import TensorDesc as Desc
 from v4tree_plugins import aot
 
 Launch = Tuple[str | bytes, str | bytes, trtp.KernelLaunchParams, trtp.SymIntExprs]
+Dim = int | trtp.SymInt32
 _NAMES = {trt.DataType.FLOAT: "fp32", trt.DataType.HALF: "fp16", trt.DataType.BF16: "bf16"}
 _IO_NAMES = ("FP32", "FP16", "BF16")
 POOL_BLOCKS = (8, 4)
 
 
 @functools.cache
-def _machine_code(build: Any, arguments: tuple[Any, ...], capability: int) -> tuple[str, bytes, int, int]:
+def _machine_code(
+    build: Callable[..., aot.Variant], arguments: tuple[Any, ...], capability: int
+) -> tuple[str, bytes, int, int]:
     """Entry name, cubin, threads of a block and bytes of shared memory of a variant; one compilation per process."""
     if capability not in aot.CAPABILITIES:
         raise ValueError(
@@ -38,12 +42,10 @@ def _machine_code(build: Any, arguments: tuple[Any, ...], capability: int) -> tu
     return compiled.entry, compiled.cubin, 32 * compiled.num_warps, compiled.shared
 
 
-def _launch(code: tuple[str, bytes, int, int], grid: tuple[Any, ...], scalars: tuple[Any, ...]) -> Any:
+def _launch(code: tuple[str, bytes, int, int], grid: tuple[Dim, ...], scalars: tuple[Dim, ...]) -> Launch:
     name, cubin, threads, shared = code
-    params = trtp.KernelLaunchParams()
-    for axis, size in zip("xyz", grid, strict=False):
-        setattr(params, f"grid_{axis}", size)
-    params.block_x, params.shared_mem = threads, shared
+    x, y, z = (*grid, 1, 1)[:3]
+    params = trtp.KernelLaunchParams(grid_x=x, grid_y=y, grid_z=z, block_x=threads, shared_mem=shared)
     extra = trtp.SymIntExprs(len(scalars))
     for i, value in enumerate(scalars):
         extra[i] = trtp.SymInt32(value)
@@ -56,10 +58,18 @@ def _combinations(pattern: str, tactics: int) -> List[trtp.AutoTuneCombination]:
     return [trtp.AutoTuneCombination(pattern.replace("A", name), "LINEAR", numbers) for name in _IO_NAMES]
 
 
-def _fixed(dim: Any, what: str) -> int:
+def _fixed(dim: trtp.ShapeExpr, what: str) -> int:
     if not dim.is_constant:
         raise ValueError(f"{what} must be known when the engine is built")
     return dim.constant_value()
+
+
+def _tensor(dtype: trt.DataType, *dims: trtp.ShapeExpr | int) -> Desc:
+    """Description of an output."""
+    shape = trtp.ShapeExprs(len(dims))
+    for axis, dim in enumerate(dims):
+        shape[axis] = dim
+    return trtp.from_shape_expr(shape, dtype)
 
 
 @trtp.register("v4tree::tree_pool")
@@ -67,8 +77,7 @@ def tree_pool(
     state: Desc, slots: Desc, raw: Desc, table: Desc, norm: Desc, cos: Desc, sin: Desc, eps: float, capability: int
 ) -> Desc:
     """state [slots, 3 or 1, 2 dim], slots [B], raw [B, rows, 2 dim], table [B, M, S] -> entries [B, M, dim]."""
-    shape = (table.shape_expr[0], table.shape_expr[1], norm.shape_expr[0])
-    return trtp.from_shape_expr(shape, raw.dtype)
+    return _tensor(raw.dtype, table.shape_expr[0], table.shape_expr[1], norm.shape_expr[0])
 
 
 @trtp.autotune("v4tree::tree_pool")
@@ -99,8 +108,7 @@ def tree_index_score(
     query: Desc, weights: Desc, entries: Desc, rows: Desc, branch: Desc, mask: Desc, capability: int
 ) -> Desc:
     """query [B, N, Hi, di], weights [B, N, Hi], rows [B, E], branch [B, M, di], mask [B, N, E + M] -> fp32 scores [B, N, E + M]."""
-    shape = (mask.shape_expr[0], mask.shape_expr[1], mask.shape_expr[2])
-    return trtp.from_shape_expr(shape, trt.DataType.FLOAT)
+    return _tensor(trt.DataType.FLOAT, *mask.shape_expr)
 
 
 @trtp.autotune("v4tree::tree_index_score")
@@ -153,8 +161,9 @@ def _attention_types(outputs: str, capability: int) -> List[trtp.AutoTuneCombina
 
 
 def _attention_launch(
-    q: Any, window_rows: Any, node_mask: Any, entry_rows: Any, branch: Any, cos: Any, splits: int, capability: int, tactic: int
-) -> Any:  # fmt: skip
+    q: Desc, window_rows: Desc, node_mask: Desc, entry_rows: Desc, branch: Desc, cos: Desc,
+    splits: int, capability: int, tactic: int,
+) -> Launch:  # fmt: skip
     batch, nodes = q.shape_expr[0], q.shape_expr[1]
     heads, dim = (_fixed(q.shape_expr[i], "the shape of a head") for i in (2, 3))
     rope = 2 * _fixed(cos.shape_expr[2], "the number of rotated dims")
@@ -182,8 +191,9 @@ def tree_attention_split(
 ) -> Tuple[Desc, Desc, Desc]:  # fmt: skip
     """The same keys in `splits` parts: fp32 sums [B, splits, N * H, d], maxima and weights [B, splits, N * H] for the combine."""
     batch, rows, dim = q.shape_expr[0], q.shape_expr[1] * q.shape_expr[2], q.shape_expr[3]
-    part = trtp.from_shape_expr((batch, splits, rows, dim), trt.DataType.FLOAT)
-    return part, *(trtp.from_shape_expr((batch, splits, rows), trt.DataType.FLOAT) for _ in range(2))
+    sums, one_each = (batch, splits, rows, dim), (batch, splits, rows)
+    fp32 = trt.DataType.FLOAT
+    return _tensor(fp32, *sums), _tensor(fp32, *one_each), _tensor(fp32, *one_each)
 
 
 @trtp.autotune("v4tree::tree_attention_split")
