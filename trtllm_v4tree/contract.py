@@ -6,7 +6,7 @@ E/F committed CSA/HCA entries gathered, M/Q CSA/HCA boundary nodes, A accepted r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.sizes import EngineSizes
@@ -18,7 +18,7 @@ NULL_SCORE = -1e30
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One graph input or output: dtype is `float32` or `int64`; role is state, table, scratch or result."""
+    """One graph input or output: dtype is `float32` or `int64` (an activation dtype where `typed`); role is state, table, scratch or result."""
 
     name: str
     dtype: str
@@ -202,3 +202,14 @@ def commit(config: ModelConfig, sizes: EngineSizes) -> GraphContract:
         ]
     pools = states(config, sizes)
     return GraphContract("commit", (*pools, *inputs), pools)
+
+
+def typed(graph: GraphContract, dtype: str) -> GraphContract:
+    """The same graph with activations of `dtype`: window rows, entries, streams and scratch. What is pooled over (compressor
+    states), masks, logits and scores stay float32."""
+
+    def of(tensor: TensorSpec) -> TensorSpec:
+        kept = tensor.dtype != "float32" or tensor.role not in ("state", "scratch") or tensor.name.endswith("_state")
+        return tensor if kept else replace(tensor, dtype=dtype)
+
+    return GraphContract(graph.name, tuple(map(of, graph.inputs)), tuple(map(of, graph.outputs)))

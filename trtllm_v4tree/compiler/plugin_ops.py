@@ -28,6 +28,15 @@ NODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tree_attention_combine": (("partial", "part_max", "part_sum", "sink", "cos", "sin", "like"), ("capability",)),
 }
 """Inputs and attributes of every plugin, in order."""
+_SOURCES = "AAIAFAIAFFFF"
+TYPES: dict[str, tuple[str, str]] = {
+    "tree_pool": ("FIAIAFF", "A"),
+    "tree_index_score": ("AAAIAF", "F"),
+    "tree_attention": (_SOURCES, "A"),
+    "tree_attention_split": (_SOURCES, "FFF"),
+    "tree_attention_combine": ("FFFFFFA", "A"),
+}
+"""Types of every plugin's inputs and outputs: A activations, F float32, I int64."""
 
 
 def check_options(capability: int, dtype: str, max_verify_tokens: int) -> None:
@@ -44,11 +53,14 @@ def check_options(capability: int, dtype: str, max_verify_tokens: int) -> None:
 
 
 class PluginOps(TensorRtOps):
-    """Emits plugin nodes; everything that has no plugin stays as in `TensorRtOps`."""
+    """Emits plugin nodes; everything that has no plugin stays as in `TensorRtOps`.
 
-    def __init__(self, capability: int, splits: int = 1) -> None:
-        check_options(capability, "float32", 1)
-        self.capability, self.splits = capability, splits
+    Traced in float32 whatever the activations are; with 16-bit ones the router is a product of its own.
+    """
+
+    def __init__(self, capability: int, splits: int = 1, dtype: str = "float32") -> None:
+        check_options(capability, dtype, 1)
+        self.capability, self.splits, self.separate_router = capability, splits, dtype != "float32"
 
     def _node(self, op: Op, name: str, values: tuple[Value, ...], outputs: int = 1, **attributes: Any) -> Any:
         inputs, names = NODES[name]

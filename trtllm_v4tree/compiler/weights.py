@@ -18,12 +18,14 @@ from trtllm_v4tree.network.weight import TensorSource, Weight
 _CODES: dict[ir.DataType, str] = {
     ir.DataType.FLOAT: "F32",
     ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.FLOAT16: "F16",
     ir.DataType.INT64: "I64",
     ir.DataType.UINT8: "U8",
 }
 _DTYPES: dict[ir.DataType, np.dtype[Any]] = {
     ir.DataType.FLOAT: np.dtype("<f4"),
     ir.DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    ir.DataType.FLOAT16: np.dtype("<f2"),
     ir.DataType.INT64: np.dtype("<i8"),
     ir.DataType.UINT8: np.dtype("u1"),
 }

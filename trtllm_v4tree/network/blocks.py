@@ -90,9 +90,14 @@ class MixtureOfExperts(nn.Module):
         d, e, si = c.hidden_size, c.num_experts, c.moe_intermediate_size * c.num_shared_experts
         shared = f"{prefix}.shared_experts"
         self.in_widths = [e, si, si]
-        self.in_proj = Weight(
-            [d, e + 2 * si], lambda s: np.concatenate([s.get(f"{prefix}.gate.weight").T, _expert_in(s, shared)], axis=1)
-        )
+        if ops.separate_router:
+            self.gate = Weight([d, e], transposed(f"{prefix}.gate.weight"))
+            self.in_proj = Weight([d, 2 * si], lambda s: _expert_in(s, shared))
+        else:
+            self.in_proj = Weight(
+                [d, e + 2 * si],
+                lambda s: np.concatenate([s.get(f"{prefix}.gate.weight").T, _expert_in(s, shared)], axis=1),
+            )
         self.shared_out = Weight([si, d], transposed(f"{shared}.w2.weight"))
         if hashed:
             self.tid2eid = Weight(
@@ -145,8 +150,13 @@ class MixtureOfExperts(nn.Module):
         return op.Add(routed, shared)
 
     def _inputs(self, op: Op, x: Value, token_ids: Value) -> tuple[Value, Value, Value]:
-        """x [.., D] -> expert ids and weights [.., k], shared expert [.., D]; router and shared expert read x in one product."""
-        logits, gate, up = op.Split(self.ops.linear(op, x, self.in_proj), i64(op, *self.in_widths), axis=-1, _outputs=3)
+        """x [.., D] -> expert ids and weights [.., k], shared expert [.., D]; router and shared expert read x in one product, or two."""
+        projected, widths = self.ops.linear(op, x, self.in_proj), self.in_widths
+        if self.ops.separate_router:
+            logits = self.ops.linear(op, x, self.gate)
+            gate, up = op.Split(projected, i64(op, *widths[1:]), axis=-1, _outputs=2)
+        else:
+            logits, gate, up = op.Split(projected, i64(op, *widths), axis=-1, _outputs=3)
         shared = self.ops.linear(op, self.ops.swiglu(op, gate, up, self.config.swiglu_limit), self.shared_out)
         return *self.route(op, logits, token_ids), shared
 

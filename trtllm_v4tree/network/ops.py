@@ -138,6 +138,8 @@ class V4TreeOps:
     """Up to so many experts `grouped_moe` takes the place of `moe`."""
     fused_experts = False
     """Whether `mixture` takes the whole block: router, shared expert and routed experts."""
+    separate_router = False
+    """Whether the router is a product of its own, which a lowering with 16-bit activations computes in float32 (spec 5.2)."""
     factored_output = False
     """Whether the output projection stays in its two low-rank factors whatever their size."""
 
