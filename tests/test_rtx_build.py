@@ -19,6 +19,7 @@ from trtllm_v4tree.cli.main import status_of
 from trtllm_v4tree.compiler import rtx, rtx_jobs
 from trtllm_v4tree.compiler.build import BuildOptions
 from trtllm_v4tree.compiler.build import build as compile_engine
+from trtllm_v4tree.compiler.plan_builder import CompileError, bounds
 from trtllm_v4tree.engine_dir import MANIFEST, Manifest
 from trtllm_v4tree.errors import EngineFormatError
 from trtllm_v4tree.llm import check_engine
@@ -36,7 +37,7 @@ def compile_here(workers: rtx_jobs.Workers, job: rtx_jobs.Job) -> rtx_jobs.Done:
     """Takes the place of a compiling process: the plan is the capabilities, the graph's name and its outputs."""
     model = onnx.load(job.path("onnx"))
     assert [i.name for i in model.graph.input] == [t.name for t in job.spec.inputs]
-    assert all(rtx.bounds(t.shape, symbols) for t in job.spec.inputs for symbols in job.ranges)
+    assert all(bounds(t.shape, symbols) for t in job.spec.inputs for symbols in job.ranges)
     job.path("plan").write_text(" ".join([*job.capabilities, job.stem, *(o.name for o in model.graph.output)]))
     return rtx_jobs.Done(job.stem, len(model.graph.node), 0.0)
 
@@ -99,7 +100,6 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> Ran:
         (("--draft_dtype", "int8"), ("tensorrt-rtx", "int8", "--draft_dtype float32")),
         (("--max_verify_tokens", "65"), ("max_verify_tokens=65", "1 to 64")),
         (("--draft_shapes", "s1_k300"), ("s1_k300", "1 to 16")),
-        (("--target", "tensorrt"), ("plan builder", "--target tensorrt-rtx", "--target onnxruntime")),
         (("--target", "onnxruntime", "--compute_capability", "89"), ("compute_capability", "leave it out")),
     ],
 )
@@ -119,9 +119,7 @@ def test_without_tensorrt_rtx(
     assert run(capfd, *command, "--target", "onnxruntime", "--no_latency_table").status == 0
 
 
-@pytest.mark.parametrize(
-    "error", [rtx.CompileError("TensorRT-RTX cannot build graph commit: why."), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("error", [CompileError("TensorRT-RTX cannot build graph commit: why."), KeyboardInterrupt()])
 @pytest.mark.parametrize("existing", [True, False])
 def test_a_failing_compiler_changes_nothing(
     error: BaseException, existing: bool, build: Build, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

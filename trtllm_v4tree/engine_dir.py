@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -26,7 +27,8 @@ FORMAT_VERSION = 2
 MANIFEST = "engine.json"
 LATENCY_FILE = "latency.json"
 WEIGHTS_FILE = "weights.safetensors"
-PLAN_TARGETS = ("tensorrt-rtx",)
+COMMIT_KERNELS = "commit.json"
+PLAN_TARGETS = ("tensorrt-rtx", "tensorrt")
 """Targets whose graphs are plans: compiled ahead of time for compute capabilities, weights inside."""
 _CHOSEN_SIZES = ("max_batch_size", "max_seq_len", "max_verify_tokens", "prefill_chunk", "num_pages")
 
@@ -43,8 +45,52 @@ def graph_stems(has_mtp: bool, draft_shapes: Shapes) -> list[str]:
 def graph_files(target: str, stems: list[str]) -> list[str]:
     """Files that hold the graphs of an engine; none for a target that this version does not know."""
     if target in PLAN_TARGETS:
-        return [f"{stem}.plan" for stem in stems]
+        kernels = {"commit"} if target == "tensorrt" else set()
+        return [COMMIT_KERNELS if stem in kernels else f"{stem}.plan" for stem in stems]
     return [WEIGHTS_FILE, *(f"{stem}.onnx" for stem in stems)] if target == "onnxruntime" else []
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """A compiled kernel: entry name, threads of a block, bytes of shared memory, machine code."""
+
+    entry: str
+    threads: int
+    shared: int
+    code: bytes
+
+
+@dataclass(frozen=True)
+class FoldKind:
+    """A compressor whose open windows a commit folds: csa, idx or hca; layers, states of a slot, channels."""
+
+    name: str
+    layers: int
+    states: int
+    dim: int
+
+
+def fold_kinds(config: ModelConfig, sizes: EngineSizes) -> list[FoldKind]:
+    """The compressors of an engine."""
+    csa = FoldKind("csa", sizes.num_csa, 3, config.head_dim)
+    idx = FoldKind("idx", sizes.num_csa if sizes.sparse else 0, 3, config.index_head_dim)
+    return [kind for kind in (csa, idx, FoldKind("hca", sizes.num_hca, 1, config.head_dim)) if kind.layers]
+
+
+def kernels_to_json(kernels: dict[str, KernelCode]) -> str:
+    """The content of `commit.json`; machine code in base64."""
+    fields = {name: dataclasses.asdict(kernel) for name, kernel in kernels.items()}
+    return json.dumps({name: {**f, "code": base64.b64encode(f["code"]).decode()} for name, f in fields.items()})
+
+
+def read_kernels(directory: Path) -> dict[str, KernelCode]:
+    """Reads `commit.json`; raises EngineFormatError for one that is damaged."""
+    path = directory / COMMIT_KERNELS
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return {name: KernelCode(**{**f, "code": base64.b64decode(f["code"])}) for name, f in data.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EngineFormatError(f"{path} is damaged ({error}): build the engine again.") from error
 
 
 @dataclass(frozen=True)
@@ -67,10 +113,11 @@ class Manifest:
     cpu_kernels: str = "onnxruntime"
 
     def contracts(self) -> list[GraphContract]:
-        """Inputs and outputs of every graph, in the order of `graph_stems`."""
+        """Inputs and outputs of every graph, in the order of `graph_stems`; plans have activations of the engine's dtype."""
         graphs = [contract.target_step(self.config, self.sizes), contract.commit(self.config, self.sizes)]
         rounds = ((0, 1), *self.draft_shapes) if self.sizes.has_mtp else ()
-        return graphs + [contract.draft_round(self.config, self.sizes, *shape) for shape in rounds]
+        graphs += [contract.draft_round(self.config, self.sizes, *shape) for shape in rounds]
+        return [contract.typed(graph, self.dtype) for graph in graphs] if self.target in PLAN_TARGETS else graphs
 
     def to_json(self) -> str:
         """With plans also what they are for and their bindings: a plan cannot be read without its compiler's runtime."""

@@ -91,6 +91,11 @@ class EngineSizes:
         return max(self.max_verify_tokens, self.prefill_chunk)
 
     @property
+    def pass_widths(self) -> tuple[int, ...]:
+        """Nodes of the passes that plans are optimised for: decode, verify, prefill; ascending, each once."""
+        return tuple(sorted({1, self.max_verify_tokens, self.max_commit}))
+
+    @property
     def pages_per_seq(self) -> int:
         return -(-self.max_seq_len // self.page_tokens)
 

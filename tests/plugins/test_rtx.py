@@ -11,10 +11,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from tests.feeds import random_feeds
 from trtllm_v4tree import contract
 from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.cli.main import status_of
 from trtllm_v4tree.compiler import rtx
+from trtllm_v4tree.compiler.plan_builder import CompileError, bounds
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
 from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
@@ -22,7 +24,6 @@ from trtllm_v4tree.engine_dir import WEIGHTS_FILE, Manifest
 from trtllm_v4tree.errors import ConfigError
 from trtllm_v4tree.network import graphs
 from trtllm_v4tree.network.ops import V4TreeOps
-from trtllm_v4tree.runtime.tables import Sequences, Tree, step_tables
 from trtllm_v4tree.sizes import EngineSizes
 
 NANO = Path(__file__).resolve().parents[2] / "models" / "v4-nano"
@@ -54,23 +55,9 @@ def test_profiles_are_ordered_and_reach_the_sizes(nano: ModelConfig) -> None:
     assert [p["N"][2] for p in found] == [1, 16, 128]
     for ranges in found:
         for tensor in spec.inputs:
-            least, typical, most = rtx.bounds(tensor.shape, ranges)
+            least, typical, most = bounds(tensor.shape, ranges)
             assert all(a <= b <= c for a, b, c in zip(least, typical, most, strict=True)), tensor.name
-    assert rtx.bounds((4, "E+M"), found[1]) == [(4, 0), (4, 260), (4, 272)]
-
-
-def random_feeds(config: ModelConfig, s: EngineSizes) -> dict[str, np.ndarray]:
-    """A pass of two trees over random states."""
-    rng = np.random.default_rng(0)
-    parents = np.array([[-1, 0, 0, 1, 3, 4], [-1, 0, 1, 2, 3, 4]])
-    pages = 1 + np.arange(2 * s.pages_per_seq).reshape(2, -1)
-    seqs = Sequences(np.array([1, 2]), np.array([126, 261]), pages)
-    feeds = dict(
-        step_tables(s, seqs, Tree.make(parents, rng.integers(0, 4096, (2, 6))), np.zeros((2, 1), np.int64)).feeds
-    )
-    for spec in contract.states(config, s):
-        feeds[spec.name] = rng.standard_normal([int(d) for d in spec.shape]).astype(np.float32)
-    return feeds
+    assert bounds((4, "E+M"), found[1]) == [(4, 0), (4, 260), (4, 272)]
 
 
 def test_lowering_means_the_same_as_the_reference(nano: ModelConfig, tmp_path: Path) -> None:
@@ -100,7 +87,7 @@ def test_failure_names_node_and_graph(nano: ModelConfig, tmp_path: Path) -> None
     rtx.weights_as_inputs(model)
     ir.save(model, tmp_path / "bad.onnx")
     spec = contract.draft_round(nano, s, 2, 3)
-    with pytest.raises(rtx.CompileError, match="graph draft_s2_k3"):
+    with pytest.raises(CompileError, match="graph draft_s2_k3"):
         rtx.RtxBuilder(("SM89",)).compile(tmp_path / "bad.onnx", spec, rtx.graph_profiles(spec.name, s))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from trtllm_v4tree.checkpoint import Checkpoint
-from trtllm_v4tree.compiler import native_ops, rtx, rtx_build
+from trtllm_v4tree.compiler import native_ops, rtx, rtx_build, tensorrt_build, tensorrt_plan
 from trtllm_v4tree.compiler.native_ops import NativeOps
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
 from trtllm_v4tree.compiler.weights import WeightPlan
@@ -51,7 +51,8 @@ Models = dict[str, ir.Model]
 class BuildOptions:
     """Options of `v4tree build`; `draft_shapes` are the (steps, topk) draft rounds to compile, None for the default.
 
-    `compute_capabilities` (SM89, ...) are what tensorrt-rtx compiles for, None for its default and for any other target.
+    `compute_capabilities` (SM89, ...) are what tensorrt-rtx compiles for, None for its default; tensorrt takes the one of the GPU
+    it builds on, or None. `weight_streaming` and `timing_cache` (a file to read and write) are for tensorrt alone.
 
     `cpu_kernels` are the operators of target onnxruntime: the native library, where it was compiled and takes the model's widths, or
     ONNX Runtime's own; auto takes the faster that is there.
@@ -75,6 +76,8 @@ class BuildOptions:
     draft_shapes: Shapes | None = None
     compute_capabilities: tuple[str, ...] | None = None
     cpu_kernels: str = "auto"
+    weight_streaming: bool = False
+    timing_cache: Path | None = None
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
@@ -96,16 +99,20 @@ class BuildOptions:
     def _check_target(self) -> None:
         """What each target lacks."""
         if self.target == "tensorrt":
-            raise ConfigError(
-                "target tensorrt cannot be built yet, since no plan builder takes up its plugins in this version: "
-                "build with --target tensorrt-rtx for RTX GPUs or --target onnxruntime for CPUs."
-            )
+            if self.timing_cache is not None and (self.timing_cache.is_dir() or not self.timing_cache.parent.is_dir()):
+                raise ConfigError(f"timing_cache {self.timing_cache} is no file in a directory that exists: give one.")
+            tensorrt_plan.check_options(self.compute_capabilities, self.dtype, self.draft_dtype, self.max_verify_tokens)
+            return
+        if self.weight_streaming or self.timing_cache is not None:
+            raise ConfigError("weight_streaming and timing_cache are for --target tensorrt: leave them out.")
         if self.target == "tensorrt-rtx":
             rtx.check_options(
                 self.capabilities, self.dtype, "float32" if self.draft_dtype == "auto" else self.draft_dtype
             )
         elif self.compute_capabilities is not None:
-            raise ConfigError(f"compute_capability is for --target tensorrt-rtx, not {self.target}: leave it out.")
+            raise ConfigError(
+                f"compute_capability is for --target tensorrt-rtx or tensorrt, not {self.target}: leave it out."
+            )
         elif self.dtype == "float16":
             raise ConfigError(
                 "target onnxruntime computes in float32 or bfloat16, not float16: build with one of these."
@@ -113,9 +120,9 @@ class BuildOptions:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What plans are compiled for; empty for a target without plans."""
+        """What plans are compiled for; empty for a target without plans, and for tensorrt until it knows the GPU."""
         if self.target != "tensorrt-rtx":
-            return ()
+            return self.compute_capabilities or ()
         return rtx.DEFAULT_CAPABILITIES if self.compute_capabilities is None else self.compute_capabilities
 
     def chosen_kernels(self, config: ModelConfig) -> str:
@@ -129,7 +136,7 @@ class BuildOptions:
 
     def with_draft_dtype(self, bfloat16: bool) -> BuildOptions:
         """With the dtype that auto stands for; `bfloat16`: whether linears in it are possible."""
-        if self.draft_dtype != "auto":
+        if self.draft_dtype != "auto" or self.target == "tensorrt":
             return self
         return dataclasses.replace(self, draft_dtype="bfloat16" if bfloat16 else "float32")
 
@@ -153,7 +160,7 @@ class BuildOptions:
     def shapes(self, config: ModelConfig, has_mtp: bool) -> Shapes:
         """The draft rounds to compile, each once; none for a checkpoint without a drafter."""
         if self.draft_shapes is None:
-            default = rtx.default_draft_shapes if self.target == "tensorrt-rtx" else default_draft_shapes
+            default = default_draft_shapes if self.target == "onnxruntime" else rtx.default_draft_shapes
             return default(self.max_verify_tokens) if has_mtp else ()
         if self.draft_shapes and not has_mtp:
             raise ConfigError(
@@ -185,8 +192,7 @@ def build(
 
     Raises InputError subclasses; leaves `output_dir` as it was if anything fails.
     """
-    if options.target == "tensorrt-rtx":
-        rtx.load_tensorrt_rtx()
+    options = _for_this_machine(options)
     config = ModelConfig.from_pretrained(checkpoint_dir)
     source = Checkpoint.open(checkpoint_dir, config, mtp_weights)
     check_tokenizer(checkpoint_dir, config)
@@ -194,18 +200,31 @@ def build(
     shapes = options.shapes(config, source.has_mtp)
     kernels = options.chosen_kernels(config)
     options = options.with_draft_dtype(kernels == "native" and source.is_bfloat16_exact)
+    draft_dtype = options.dtype if options.target == "tensorrt" else options.draft_dtype
     with replacing(output_dir) as scratch:
         versions = _compile(scratch, source, sizes, shapes, options, kernels, report)
         _copy_tokenizer(checkpoint_dir, scratch)
         manifest = Manifest(
-            options.target, options.dtype, options.draft_dtype, config, sizes, shapes, {}, versions, options.capabilities, kernels
+            options.target, options.dtype, draft_dtype, config, sizes, shapes, {}, versions, options.capabilities, kernels
         )  # fmt: skip
-        if measure is not None and options.target == "onnxruntime":
+        if measure is not None and options.target in ("onnxruntime", "tensorrt"):
             (scratch / LATENCY_FILE).write_text(measure(scratch, manifest), encoding="utf-8")
         manifest = dataclasses.replace(manifest, files={path.name: sha256(path) for path in sorted(scratch.iterdir())})
         (scratch / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         assert Manifest.read(scratch) == manifest
     return manifest
+
+
+def _for_this_machine(options: BuildOptions) -> BuildOptions:
+    """The options with what the machine decides; ConfigError where the target's compiler or its GPU is missing."""
+    if options.target == "tensorrt-rtx":
+        rtx.load_tensorrt_rtx()
+    if options.target != "tensorrt":
+        return options
+    tensorrt_plan.load_tensorrt()
+    return dataclasses.replace(
+        options, compute_capabilities=(tensorrt_plan.local_capability(options.compute_capabilities),)
+    )
 
 
 def _compile(
@@ -222,6 +241,12 @@ def _compile(
     if options.target == "tensorrt-rtx":
         rtx_build.build_plans(config, sizes, shapes, source, scratch, options.capabilities, options.dtype, report)
         return {"tensorrt-rtx": rtx.load_tensorrt_rtx().__version__, **versions}
+    if options.target == "tensorrt":
+        target = tensorrt_build.TensorRtTarget(
+            options.dtype, options.capabilities[0], options.weight_streaming, options.timing_cache
+        )
+        tensorrt_build.build_files(config, sizes, shapes, source, scratch, target, report)
+        return {"tensorrt": tensorrt_plan.load_tensorrt().__version__, **versions}
     models = _trace(config, sizes, shapes, lowerings(options, kernels, source), report)
     _write_weights(scratch, models, source, report)
     return {"onnxruntime": metadata.version("onnxruntime"), **versions}

@@ -7,21 +7,19 @@ One plan per graph holds code for every compute capability asked for. The optimi
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import onnx_ir as ir
 
 from trtllm_v4tree import contract
+from trtllm_v4tree.compiler.plan_builder import PlanBuilder, Range
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.engine_dir import Shapes
-from trtllm_v4tree.errors import ConfigError, V4TreeError
+from trtllm_v4tree.errors import ConfigError
 from trtllm_v4tree.network import graphs
 from trtllm_v4tree.network.weight import Weight
 from trtllm_v4tree.sizes import EngineSizes
@@ -31,22 +29,6 @@ CAPABILITIES = ("SM80", "SM86", "SM89", "SM120", "SM121")
 DEFAULT_CAPABILITIES = ("SM89", "SM120")
 DTYPES = ("float32",)
 Report = Callable[[str, float], None]
-Range = tuple[int, int, int]
-"""Smallest, typical and largest value of a symbol."""
-
-
-class CompileError(V4TreeError):
-    """TensorRT-RTX refused a network of ours: the message names the graph and what the compiler said."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One compiled graph: `seconds` to parse and build, `layers` of the parsed network."""
-
-    stem: str
-    data: bytes
-    layers: int
-    seconds: float
 
 
 def load_tensorrt_rtx() -> ModuleType:
@@ -120,20 +102,8 @@ def profiles(sizes: EngineSizes, nodes: int, batch: int) -> dict[str, Range]:
 
 def graph_profiles(stem: str, sizes: EngineSizes) -> list[dict[str, Range]]:
     """The optimisation profiles of a graph: decode (one node), verify and prefill for the target step, else one for all."""
-    batch, widest = sizes.max_batch_size, max(sizes.max_verify_tokens, sizes.prefill_chunk)
-    if stem != "target_step":
-        return [profiles(sizes, widest, batch)]
-    counts = dict.fromkeys((1, sizes.max_verify_tokens, widest))
-    return [profiles(sizes, nodes, batch) for nodes in counts]
-
-
-def bounds(shape: Sequence[int | str], ranges: dict[str, Range]) -> list[tuple[int, ...]]:
-    """Least, typical and largest shape of a contract shape; a dim like `W+N` is the sum of its symbols."""
-
-    def size(dim: int | str, which: int) -> int:
-        return dim if isinstance(dim, int) else sum(ranges[name][which] for name in dim.split("+"))
-
-    return [tuple(size(dim, which) for dim in shape) for which in range(3)]
+    widths = sizes.pass_widths if stem == "target_step" else (sizes.max_commit,)
+    return [profiles(sizes, nodes, sizes.max_batch_size) for nodes in widths]
 
 
 def trace_all(
@@ -156,77 +126,17 @@ def weights_as_inputs(model: ir.Model) -> None:
             model.graph.inputs.append(value)
 
 
-def _logger(trt: ModuleType) -> Any:
-    """A logger that keeps what the compiler complains about."""
+class RtxBuilder(PlanBuilder):
+    """Compiles ONNX files to plans for a set of compute capabilities."""
 
-    class Logger(trt.ILogger):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.Severity.ERROR and "CUDA driver version" not in message:
-                self.errors.append(message)
-
-    return Logger()
-
-
-class RtxBuilder:
-    """Compiles ONNX files to plans for a set of compute capabilities. One instance per process: TensorRT keeps the first logger."""
+    product = "TensorRT-RTX"
 
     def __init__(self, capabilities: Sequence[str], dtype: str = "float32") -> None:
         check_options(capabilities, dtype)
-        self.trt, self.capabilities = load_tensorrt_rtx(), tuple(capabilities)
-        self.logger = _shared_logger(self.trt)
+        super().__init__(load_tensorrt_rtx())
+        self.capabilities = tuple(capabilities)
 
-    def compile(self, onnx_path: Path, spec: GraphContract, ranges: Sequence[dict[str, Range]]) -> Plan:
-        """Raises CompileError with the offending node or the compiler's own words."""
-        started = time.monotonic()
-        self.logger.errors.clear()
-        builder = self.trt.Builder(self.logger)
-        network = builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        self._parse(network, onnx_path, spec.name)
-        config = self._config(builder)
-        for symbols in ranges:
-            config.add_optimization_profile(self._profile(builder, spec, symbols))
-        data = builder.build_serialized_network(network, config)
-        if data is None:
-            raise CompileError(f"TensorRT-RTX cannot build graph {spec.name}: {self._complaint()}")
-        return Plan(spec.name, bytes(data), network.num_layers, time.monotonic() - started)
-
-    def _parse(self, network: Any, onnx_path: Path, name: str) -> None:
-        parser = self.trt.OnnxParser(network, self.logger)
-        if parser.parse_from_file(str(onnx_path)):
-            return
-        error = parser.get_error(0)
-        text = error.desc().splitlines()[-1]
-        raise CompileError(
-            f"TensorRT-RTX cannot read node {error.node_name()} ({error.node_operator()}) of graph {name}: {text}"
-        )
-
-    def _config(self, builder: Any) -> Any:
-        config = builder.create_builder_config()
-        config.clear_flag(self.trt.BuilderFlag.TF32)
+    def configure(self, config: Any) -> None:
         config.num_compute_capabilities = len(self.capabilities)
         for index, name in enumerate(self.capabilities):
             config.set_compute_capability(getattr(self.trt.ComputeCapability, name), index)
-        return config
-
-    def _profile(self, builder: Any, spec: GraphContract, symbols: dict[str, Range]) -> Any:
-        profile = builder.create_optimization_profile()
-        for tensor in spec.inputs:
-            if any(isinstance(dim, str) for dim in tensor.shape):
-                profile.set_shape(tensor.name, *bounds(tensor.shape, symbols))
-        return profile
-
-    def _complaint(self) -> str:
-        lines = [line.splitlines()[0] for line in self.logger.errors]
-        return "; ".join(dict.fromkeys(lines)) or "it gave no reason"
-
-
-_LOGGERS: dict[str, Any] = {}
-
-
-def _shared_logger(trt: ModuleType) -> Any:
-    """TensorRT registers the first logger of a process for good."""
-    return _LOGGERS.setdefault(trt.__name__, _logger(trt))

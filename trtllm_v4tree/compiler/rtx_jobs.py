@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from trtllm_v4tree.compiler.rtx import CompileError, Range, RtxBuilder
+from trtllm_v4tree.compiler.plan_builder import CompileError, Range
+from trtllm_v4tree.compiler.rtx import RtxBuilder
 from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.errors import V4TreeError
 
@@ -65,7 +66,8 @@ def compile_here(job: Job) -> Done:
 class Workers:
     """At most `count` compiling processes; leaving the block ends those that still run."""
 
-    def __init__(self, count: int | None = None) -> None:
+    def __init__(self, count: int | None = None, command: Sequence[str] | None = None) -> None:
+        self.command = COMMAND if command is None else command
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._pool = ThreadPoolExecutor(min(MAX_WORKERS, cores) if count is None else count)
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -96,7 +98,7 @@ class Workers:
             if self._closed:
                 raise CompileError(f"graph {job.stem} was not compiled: the build ended before.")
             process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 env=environment, start_new_session=True,
             )  # fmt: skip
             self._running.add(process)
