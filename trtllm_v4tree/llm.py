@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from trtllm_v4tree.engine_dir import LATENCY_FILE, Manifest
-from trtllm_v4tree.errors import EngineFormatError, RequestError
+from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.runtime.engine import Engine
-from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
+from trtllm_v4tree.runtime.executors import check_target, make_executor
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
 from trtllm_v4tree.runtime.policies.names import make_policy
@@ -94,7 +94,7 @@ class LLM:
         _check_name(speculation)
         make_policy(speculation, self.manifest.sizes, self.manifest.draft_shapes, latency)
         self.tokenizer = _tokenizer(directory)
-        executor = OnnxRuntimeExecutor(directory, self.manifest, threads)
+        executor = make_executor(directory, self.manifest, threads)
         decoder = self.tokenizer.tokenizer if self.tokenizer else None
         encode = partial(self.tokenizer.encode, add_bos=False) if self.tokenizer else None
         self.engine = Engine(
@@ -195,12 +195,7 @@ def _check_name(speculation: str) -> None:
 
 def _loadable(directory: Path, verify_hashes: bool) -> Manifest:
     manifest = Manifest.read(directory)
-    if manifest.target != "onnxruntime":
-        gpus = f" ({', '.join(manifest.compute_capabilities)})" if manifest.compute_capabilities else ""
-        raise EngineFormatError(
-            f"{directory} is an engine for target {manifest.target}{gpus}, which needs a GPU executor that this version "
-            "does not have: build the checkpoint with --target onnxruntime to generate here."
-        )
+    check_target(directory, manifest)
     if verify_hashes:
         manifest.verify(directory)
     return manifest

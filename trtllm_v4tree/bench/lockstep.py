@@ -186,6 +186,7 @@ class Lockstep:
         )
         for name, rows in written.items():
             its[name][rows] = mine[name][rows]
+            self.other.load_state(name, its[name])
 
     def reset(self, slot: int) -> None:
         for executor in (self.reference, self.other):
@@ -193,6 +194,10 @@ class Lockstep:
 
     def state(self, name: str) -> NDArray[np.float32]:
         return self.reference.state(name)
+
+    def load_state(self, name: str, values: NDArray[np.float32]) -> None:
+        for executor in (self.reference, self.other):
+            executor.load_state(name, values)
 
 
 def check_same(reference: Executor, other: Executor) -> None:

@@ -63,6 +63,8 @@ class Executor(Protocol):
 
     def state(self, name: str) -> NDArray[np.float32]: ...
 
+    def load_state(self, name: str, values: NDArray[np.float32]) -> None: ...
+
 
 class _Graph:
     """One session. A graph that writes states has them bound once, in place; any other is called with the pools as they are.
@@ -220,3 +222,8 @@ class OnnxRuntimeExecutor:
     def state(self, name: str) -> NDArray[np.float32]:
         """The live pool (a view)."""
         return self.states[name]
+
+    def load_state(self, name: str, values: NDArray[np.float32]) -> None:
+        """Replaces a pool."""
+        if values is not self.states[name]:
+            self.states[name][...] = values

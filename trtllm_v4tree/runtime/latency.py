@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import EngineFormatError
-from trtllm_v4tree.runtime.executor import Executor, OnnxRuntimeExecutor
+from trtllm_v4tree.runtime.executor import Executor
+from trtllm_v4tree.runtime.executors import make_executor
 from trtllm_v4tree.runtime.tables import Sequences, Tree, commit_tables, draft_tables, step_tables
 from trtllm_v4tree.runtime.tree import Ints, chain
 
@@ -123,7 +124,7 @@ def measure(
 
 def measure_engine(directory: Path, manifest: Manifest, report: Callable[[str, float], None]) -> str:
     """The table of an engine directory as JSON."""
-    return measure(OnnxRuntimeExecutor(directory, manifest), manifest.draft_shapes, report).to_json()
+    return measure(make_executor(directory, manifest), manifest.draft_shapes, report).to_json()
 
 
 def _calls(executor: Executor, batch: int, nodes: list[int], shapes: list[tuple[int, int]]) -> dict[_Key, _Pair]:
