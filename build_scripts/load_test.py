@@ -75,6 +75,7 @@ class Tally:
 
     requests: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
+    processor_seconds: Counter[str] = field(default_factory=Counter)
     first: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -86,6 +87,7 @@ class Tally:
         whole = cls()
         for part in parts:
             whole.requests += part.requests
+            whole.processor_seconds += part.processor_seconds
             whole.tokens, whole.seconds = whole.tokens + part.tokens, whole.seconds + part.seconds
             whole.first, whole.gaps = whole.first + part.first, whole.gaps + part.gaps
             whole.errors = whole.errors + part.errors
@@ -164,6 +166,13 @@ class Server:
         """Of all its processes; pages that they share count in each."""
         return sum(_resident(pid) for pid in _family(self.process.pid))
 
+    def processor_seconds(self) -> Counter[str]:
+        """Taken by each of the server's processes since it started, and by this one, the clients'."""
+        used = Counter({"clients": time.process_time()})
+        for pid in _family(self.process.pid):
+            used[_role(pid)] += _processor_seconds(pid)
+        return used
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=90)
@@ -180,6 +189,26 @@ def _family(pid: int) -> list[int]:
     for member in found:
         found += parents.get(member, [])
     return found
+
+
+def _role(pid: int) -> str:
+    """What a process of the server does: the model it runs, or its name."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return "gone"
+    model = re.search(r"/(\w+)/\d+/model\.py", command)
+    return (
+        f"model {model[1]}" if model else "tritonserver" if "tritonserver" in command.split("\0")[0] else "v4tree serve"
+    )
+
+
+def _processor_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident(pid: int) -> int:
@@ -219,9 +248,6 @@ class Client:
                 self.tally.fail(f"{kind} {fate}", error)
         await self.triton.close()
 
-    def _prompt(self) -> str:
-        return " ".join(self.random.choices(WORDS, k=self.random.choice((3, 10, 40, 120))))
-
     def _length(self) -> int:
         return self.mix.length if self.mix.calm else self.random.choice((4, 16, 64, 160))
 
@@ -248,7 +274,7 @@ class Client:
         ]
         length = np.int32(self._length())
         if kind == "text":
-            text = tensor("text_input", "BYTES", np.array(self._prompt().encode(), object))
+            text = tensor("text_input", "BYTES", np.array(prompt_of(self.random).encode(), object))
             streaming = tensor("stream", "BOOL", np.bool_(self.mix.stream))
             return "ensemble", [text, tensor("max_tokens", "INT32", length), streaming, *sampling]
         ids = [self.random.randrange(5, 4000) for _ in range(self.random.choice((3, 60, 400)))]
@@ -276,7 +302,7 @@ class Client:
     def _http_request(self) -> bytes:
         body = {
             "model": self.server.model,
-            "prompt": self._prompt(),
+            "prompt": prompt_of(self.random),
             "max_tokens": self._length(),
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -305,6 +331,10 @@ async def _server_sent(reader: asyncio.StreamReader, stop_after: int) -> tuple[i
     return tokens, times
 
 
+def prompt_of(chance: random.Random) -> str:
+    return " ".join(chance.choices(WORDS, k=chance.choice((3, 10, 40, 120))))
+
+
 def stream(client: Any, model: str, inputs: list[Any]) -> Any:
     """(result, error) pairs of one request."""
 
@@ -329,13 +359,14 @@ def token_ids(ids: list[int]) -> Any:
 
 async def drive(server: Server, streams: int, seconds: float, seed: int, mix: Mix, samples: Samples) -> Tally:
     """Runs `streams` clients; returns what they saw and adds (time, resident bytes) to `samples`."""
-    tally, began = Tally(), time.monotonic()
+    tally, used, began = Tally(), server.processor_seconds(), time.monotonic()
     clients = [Client(server, tally, seed + i, began + seconds, mix) for i in range(streams)]
     running = asyncio.gather(*(c.run() for c in clients))
     while not running.done():
         samples.append((time.monotonic() - began, server.resident_bytes()))
         await asyncio.wait((running,), timeout=SAMPLE_S)
     tally.seconds = time.monotonic() - began
+    tally.processor_seconds = server.processor_seconds() - used
     return tally
 
 
@@ -362,6 +393,9 @@ def summary(tally: Tally) -> dict[str, Any]:
         "time_to_first_token": percentiles(tally.first),
         "gap_between_chunks": percentiles(tally.gaps),
         "tokens_per_chunk": round(tally.tokens / max(1, len(tally.gaps) + len(tally.first)), 2),
+        "processor_us_per_token": {
+            role: round(1e6 * used / tally.tokens) for role, used in tally.processor_seconds.most_common()
+        },
         "unprovoked_errors": tally.errors[:20],
     }
 
