@@ -23,6 +23,7 @@ OPTIONS = BuildOptions(
     max_verify_tokens=16,
     prefill_chunk=64,
     draft_shapes=((1, 1), (3, 2), (4, 1), (3, 3)),
+    draft_dtype="float32",
 )
 
 

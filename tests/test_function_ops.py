@@ -11,7 +11,7 @@ import pytest
 
 from tests.oracle.tiny import write_tiny
 from tests.oracle.trees import random_tree
-from trtllm_v4tree import contract
+from trtllm_v4tree import contract, native
 from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
 from trtllm_v4tree.compiler.weights import WEIGHTS_FILE, WeightPlan
@@ -58,7 +58,10 @@ def run(model: ir.Model, checkpoint: Checkpoint, directory: Path, feeds: Arrays)
     plan.write(directory / WEIGHTS_FILE, checkpoint, lambda name, size: None)
     plan.attach(model)
     ir.save(model, directory / "model.onnx")
-    session = ort.InferenceSession(str(directory / "model.onnx"), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    if native.library() is not None:
+        options.register_custom_ops_library(str(native.library()))
+    session = ort.InferenceSession(str(directory / "model.onnx"), options, providers=["CPUExecutionProvider"])
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
     return dict(zip(names, session.run(names, {k: v for k, v in feeds.items() if k in known}), strict=True))

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.compiler import native_ops, rtx, rtx_build, tensorrt_build, tensorrt_plan
+from trtllm_v4tree.compiler.fuse import fuse
 from trtllm_v4tree.compiler.native_ops import NativeOps
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
 from trtllm_v4tree.compiler.weights import WeightPlan
@@ -290,12 +291,17 @@ def trace_all(
 ) -> Iterator[ir.Model]:
     """The graphs of an engine in the order of `graph_stems`; ops of the target step and of the drafter."""
     target, drafter = ops
-    yield graphs.target_step(config, sizes, target)
+    yield _fused(graphs.target_step(config, sizes, target), target)
     yield graphs.commit(config, sizes, target)
     if sizes.has_mtp:
-        yield graphs.draft_round(config, sizes, drafter, 0, 1)
-        for steps, topk in shapes:
-            yield graphs.draft_round(config, sizes, drafter, steps, topk)
+        for steps, topk in ((0, 1), *shapes):
+            yield _fused(graphs.draft_round(config, sizes, drafter, steps, topk), drafter)
+
+
+def _fused(model: ir.Model, ops: V4TreeOps) -> ir.Model:
+    if isinstance(ops, NativeOps):
+        fuse(model)
+    return model
 
 
 def _trace(

@@ -78,7 +78,7 @@ class NativeOps(V4TreeOps):
     ) -> Value:  # fmt: skip
         inputs = [x, self._pack(op, weight)] + ([] if norm is None else [norm])
         return op.PackedLinear(
-            *inputs, columns=columns, groups=groups, eps=eps, rounded=int(self.rounded), _domain=DOMAIN
+            *inputs, columns=columns, groups=groups, then=0, eps=eps, rounded=int(self.rounded), _domain=DOMAIN
         )
 
     def norm_linear(self, op: Op, x: Value, norm: Value, eps: float, weight: Value) -> Value:

@@ -16,11 +16,14 @@ struct Kernel {
 
 int element_type(char letter) {
   switch (std::tolower(letter)) {
-    case 'f': return ort::kFloat;
+    case 'f':
+    case 'v': return ort::kFloat;
     case 'i': return ort::kInt64;
     default: return ort::kAnyType;
   }
 }
+
+int kind(char letter) { return letter == 'v' ? ort::kVariadic : std::isupper(letter) ? ort::kOptional : ort::kRequired; }
 
 OrtStatus* failure(const OrtApi* api, const char* op, const char* what) {
   const std::string message = std::string(op) + ": " + what;
@@ -38,11 +41,11 @@ const OrtCustomOp* descriptor() {
     d.num_inputs = [](const OrtCustomOp*) { return std::strlen(Op::kInputs); };
     d.output_type = [](const OrtCustomOp*, size_t i) { return element_type(Op::kOutputs[i]); };
     d.num_outputs = [](const OrtCustomOp*) { return std::strlen(Op::kOutputs); };
-    d.input_kind = [](const OrtCustomOp*, size_t i) { return std::isupper(Op::kInputs[i]) ? ort::kOptional : ort::kRequired; };
-    d.output_kind = [](const OrtCustomOp*, size_t i) { return std::isupper(Op::kOutputs[i]) ? ort::kOptional : ort::kRequired; };
+    d.input_kind = [](const OrtCustomOp*, size_t i) { return kind(Op::kInputs[i]); };
+    d.output_kind = [](const OrtCustomOp*, size_t i) { return kind(Op::kOutputs[i]); };
     d.input_memory = [](const OrtCustomOp*, size_t) { return 0; };
-    d.min_variadic_inputs = d.same_variadic_inputs = d.min_variadic_outputs = d.same_variadic_outputs =
-        [](const OrtCustomOp*) { return 0; };
+    d.min_variadic_inputs = d.same_variadic_inputs = [](const OrtCustomOp*) { return 1; };
+    d.min_variadic_outputs = d.same_variadic_outputs = [](const OrtCustomOp*) { return 0; };
     d.create_kernel_v2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** out) -> OrtStatus* {
       try {
         *out = new Kernel<Op>{api, Op(Attributes(api, info))};
@@ -83,8 +86,8 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     OrtCustomOpDomain* made = nullptr;
     if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCreateCustomOpDomain, "v4tree", &made)) return s;
     for (const OrtCustomOp* op :
-         {descriptor<Linear>(), descriptor<HyperMix>(), descriptor<HyperPost>(), descriptor<HyperHead>(),
-          descriptor<MixtureOfExperts>(), descriptor<TopLogProbs>(), descriptor<RopeTables>(), descriptor<AttentionInputs>(), descriptor<TreePool>(),
+         {descriptor<Linear>(), descriptor<HyperMix>(), descriptor<HyperPost>(), descriptor<HyperPostMix>(), descriptor<HyperHead>(),
+          descriptor<MixtureOfExperts>(), descriptor<TopLogProbs>(), descriptor<RopeTables>(), descriptor<AttentionInputs>(), descriptor<AttentionProject>(), descriptor<StackLayers>(), descriptor<TreePool>(),
           descriptor<TreeIndexSelect>(), descriptor<TreeAttention>(), descriptor<PutRows>(), descriptor<FoldRows>()})
       if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCustomOpDomainAdd, made, op)) return s;
     domain = made;

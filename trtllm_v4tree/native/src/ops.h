@@ -7,28 +7,52 @@
 
 namespace v4tree {
 
-// Inputs as a string of one letter each: f float, i int64, w packed weight (float or bfloat16), a any; upper case if optional.
+// Inputs as a string of one letter each: f float, i int64, w packed weight (float or bfloat16), a any; upper case if optional; v any
+// number of floats.
 struct Linear {
-  static constexpr const char *kName = "PackedLinear", *kInputs = "fwF", *kOutputs = "f";
+  static constexpr const char *kName = "PackedLinear", *kInputs = "fwFW", *kOutputs = "f";
   explicit Linear(const Attributes& a);
   void run(const Context& ctx) const;
-  int64_t columns, groups;
+  int64_t columns, groups, then;
   float eps;
   bool rounded;
 };
 
 struct HyperMix {
   static constexpr const char *kName = "HyperMix", *kInputs = "fwff", *kOutputs = "fff";
+  struct Mixed {
+    Packed fn;
+    const float *base, *norm;
+    int64_t dim;
+    float *x, *post, *comb;
+  };
   explicit HyperMix(const Attributes& a);
   void run(const Context& ctx) const;
+  Mixed outputs(const Context& ctx, const Tensor& streams, size_t at, size_t out) const;
+  void mix(const Context& ctx, const Tensor& streams, size_t at, size_t out) const;
+  void mix_nodes(const float* z, const Mixed& to, int64_t first, int64_t count) const;
   int64_t m, iterations;
   float hc_eps, norm_eps;
+};
+
+// Inputs of HyperPost: streams [rows, m, dim], out [rows, dim], post [rows, m], comb [rows, m, m].
+struct Spread {
+  const float *streams, *out, *post, *comb;
+  int64_t m, dim, rows;
 };
 
 struct HyperPost {
   static constexpr const char *kName = "HyperPost", *kInputs = "ffff", *kOutputs = "f";
   explicit HyperPost(const Attributes&) {}
   void run(const Context& ctx) const;
+};
+
+struct HyperPostMix {
+  static constexpr const char *kName = "HyperPostMix", *kInputs = "ffffwff", *kOutputs = "ffff";
+  static constexpr int64_t kSharedRows = 2;  // fewer rows than this for a thread are not worth the hand-over
+  explicit HyperPostMix(const Attributes& a);
+  void run(const Context& ctx) const;
+  HyperMix next;
 };
 
 struct HyperHead {
@@ -63,10 +87,36 @@ struct RopeTables {
 
 struct AttentionInputs {
   static constexpr const char *kName = "AttentionInputs", *kInputs = "fffffIFF", *kOutputs = "ffFFF";
+  struct Split {  // what the projection of `rows` nodes is split with, and into
+    int64_t rows, half;
+    const float *q_norm, *kv_norm, *cos, *sin, *ape, *index_ape;
+    const int64_t* phase;
+    float *q, *kv, *raw, *index_raw, *index_weights;
+  };
   explicit AttentionInputs(const Attributes& a);
   void run(const Context& ctx) const;
+  int64_t width() const { return q_width + head_dim + raw_width + index_width + index_heads; }
+  void check(const Context& ctx, Split& s, size_t at, const Tensor& cos) const;
+  void split(const Context& ctx, const float* projected, const Split& s) const;
   int64_t q_width, head_dim, raw_width, index_width, index_heads;
   float eps, index_scale;
+};
+
+struct AttentionProject {
+  static constexpr const char *kName = "AttentionProject", *kInputs = "fwffffIFFW", *kOutputs = "fFFFF";
+  explicit AttentionProject(const Attributes& a) : inputs(a), query_columns(a.integer("query_columns")), rounded(a.integer("rounded")) {}
+  void run(const Context& ctx) const;
+  AttentionInputs inputs;
+  int64_t query_columns;
+  bool rounded;
+};
+
+// Tensors of one shape, one for each layer, as one: [layers, ..]
+struct StackLayers {
+  static constexpr const char *kName = "StackLayers", *kInputs = "v", *kOutputs = "f";
+  explicit StackLayers(const Attributes& a) : layers(a.integer("layers")) {}
+  void run(const Context& ctx) const;
+  int64_t layers;
 };
 
 struct TreePool {

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "linear.h"
 #include "ops.h"
 
 namespace v4tree {
@@ -13,37 +14,27 @@ static std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
   return dims;
 }
 
-// x [rows, inputs] as a linear reads them: rounded into the buffer, or as they are.
-static Rows rows_of(const float* x, int64_t rows, int64_t inputs, bool rounded, std::vector<float>& buffer) {
-  if (!rounded) return {x, inputs};
-  float* to = scratch(buffer, rows * rounded_words(inputs));
-  kernels().round(x, inputs, rows, inputs, to);
-  return {to, rounded_words(inputs)};
-}
-
-static void linear_parallel(const Context& ctx, const Rows& x, int64_t rows, const Packed& w, float* y, int64_t columns) {
-  ctx.split(w.blocks, linear_cost(rows, w), [&](int64_t first, int64_t last) {
-    kernels().linear(x.data, x.stride, rows, w, first, last, y, columns, columns);
-  });
-}
-
 // x [.., groups * I], packed weight [groups][I, columns / groups], norm [groups * I] or none -> [.., columns]; a group of columns reads
-// its group of inputs; with a norm every row is normed first; `rounded`: inputs are rounded to bfloat16
+// its group of inputs; with a norm every row is normed first; `rounded`: inputs are rounded to bfloat16. With a second packed weight
+// [columns, then] that product of the result: [.., then]
 Linear::Linear(const Attributes& a)
-    : columns(a.integer("columns")), groups(a.integer("groups")), eps(a.real("eps")), rounded(a.integer("rounded")) {
+    : columns(a.integer("columns")), groups(a.integer("groups")), then(a.integer("then")), eps(a.real("eps")),
+      rounded(a.integer("rounded")) {
   require(groups >= 1 && columns % groups == 0, "the columns do not divide into the groups");
 }
 void Linear::run(const Context& ctx) const {
-  const Tensor x = ctx.input(0), weight = ctx.input(1), norm = ctx.input(2);
+  const Tensor x = ctx.input(0), weight = ctx.input(1), norm = ctx.input(2), second = ctx.input(3);
   const int64_t inputs = x.dim(-1) / groups, rows = x.count() / x.dim(-1), width = columns / groups;
   require(x.dim(-1) % groups == 0, "the inputs do not divide into the groups");
   require(!rounded || groups == 1 || inputs % 2 == 0, "rounded groups have an even number of inputs");
   const Packed one = part_of(weight, inputs, groups, 0, rounded);
   const int64_t blocks = one.blocks;
   require(blocks == (width + kLanes - 1) / kLanes, "the packed weight does not fit the output");
-  float* y = ctx.output_f32(0, with_last(x, columns));
+  thread_local std::vector<float> buffer, words, first_buffer;
+  require(static_cast<bool>(second) == (then > 0), "a second product needs its weight");
+  float* result = ctx.output_f32(0, with_last(x, then ? then : columns));
+  float* y = then ? scratch(first_buffer, rows * columns) : result;
   const float* from_rows = x.f32();
-  thread_local std::vector<float> buffer, words;
   if (norm) {
     require(norm.count() == x.dim(-1), "the norm does not fit the input");
     float* normed = scratch(buffer, x.count());
@@ -59,6 +50,7 @@ void Linear::run(const Context& ctx) const {
       kernels().linear(own, read.stride, rows, part_of(weight, inputs, groups, g, rounded), from, to, y + g * width, columns, width);
     }
   });
+  if (then) linear_parallel(ctx, rows_of(y, rows, columns, rounded, words), rows, packed(second, columns, rounded), result, then);
 }
 
 HyperMix::HyperMix(const Attributes& a)
@@ -67,54 +59,91 @@ HyperMix::HyperMix(const Attributes& a)
 }
 
 // streams [B, N, m, D], packed fn [m D, 2 m + m m], base [2 m + m m], norm [D] -> normed input [B, N, D], post [B, N, 1, m], comb [B, N, m, m]
-void HyperMix::run(const Context& ctx) const {
-  const Tensor streams = ctx.input(0), base = ctx.input(2), norm = ctx.input(3);
-  const int64_t dim = streams.dim(-1), rows = streams.count() / (m * dim), gains = 2 * m + m * m;
-  const Packed fn = packed(ctx.input(1), m * dim);
-  require(base.count() == gains && norm.count() == dim, "the base or norm of a hyper-connection has the wrong size");
-  const int64_t batch = streams.dim(0), nodes = streams.dim(1);
-  float* x = ctx.output_f32(0, {batch, nodes, dim});
-  float* post = ctx.output_f32(1, {batch, nodes, 1, m});
-  float* comb = ctx.output_f32(2, {batch, nodes, m, m});
+void HyperMix::run(const Context& ctx) const { mix(ctx, ctx.input(0), 1, 0); }
+
+// The streams of `count` (16 at most) nodes from `first` on are at z.
+void HyperMix::mix_nodes(const float* z, const Mixed& to, int64_t first, int64_t count) const {
+  const int64_t dim = to.dim, gains = 2 * m + m * m;
+  std::vector<float> mix(count * gains), lanes(m * m * kLanes, 0.0f);
+  kernels().linear(z, m * dim, count, to.fn, 0, to.fn.blocks, mix.data(), gains, gains);
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = mix.data() + r * gains;
+    const float scale = 1.0f / std::sqrt(kernels().mean_square(z + r * m * dim, m * dim) + norm_eps);
+    for (int64_t g = 0; g < gains; ++g) row[g] = row[g] * scale + to.base[g];
+    for (int64_t g = 0; g < m * m; ++g) lanes[g * kLanes + r] = row[2 * m + g];
+    kernels().sigmoid(row, 2 * m);
+    for (int64_t j = 0; j < m; ++j) to.post[(first + r) * m + j] = 2 * row[m + j], row[j] += hc_eps;
+    float* out = to.x + (first + r) * dim;
+    kernels().mix(z + r * m * dim, dim, row, m, out, dim);
+    kernels().rms_norm(out, to.norm, out, dim, norm_eps);
+  }
+  kernels().sinkhorn(lanes.data(), m, iterations, hc_eps);
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t g = 0; g < m * m; ++g) to.comb[(first + r) * m * m + g] = lanes[g * kLanes + r];
+}
+
+// Inputs from `at` on: packed fn, base, norm; outputs from `out` on.
+HyperMix::Mixed HyperMix::outputs(const Context& ctx, const Tensor& streams, size_t at, size_t out) const {
+  const Tensor base = ctx.input(at + 1), norm = ctx.input(at + 2);
+  const int64_t dim = streams.dim(-1), batch = streams.dim(0), nodes = streams.dim(1);
+  require(streams.dim(-2) == m, "the number of streams differs");
+  require(base.count() == 2 * m + m * m && norm.count() == dim, "the base or norm of a hyper-connection has the wrong size");
+  return {packed(ctx.input(at), m * dim), base.f32(), norm.f32(), dim, ctx.output_f32(out, {batch, nodes, dim}),
+          ctx.output_f32(out + 1, {batch, nodes, 1, m}), ctx.output_f32(out + 2, {batch, nodes, m, m})};
+}
+
+void HyperMix::mix(const Context& ctx, const Tensor& streams, size_t at, size_t out) const {
+  const Mixed to = outputs(ctx, streams, at, out);
+  const int64_t rows = streams.count() / (m * to.dim);
   ctx.parallel((rows + kLanes - 1) / kLanes, [&](int64_t task) {
-    const int64_t first = task * kLanes, count = std::min<int64_t>(kLanes, rows - first);
-    const float* z = streams.f32() + first * m * dim;
-    std::vector<float> mix(count * gains), lanes(m * m * kLanes, 0.0f);
-    kernels().linear(z, m * dim, count, fn, 0, fn.blocks, mix.data(), gains, gains);
-    for (int64_t r = 0; r < count; ++r) {
-      float* row = mix.data() + r * gains;
-      const float scale = 1.0f / std::sqrt(kernels().mean_square(z + r * m * dim, m * dim) + norm_eps);
-      for (int64_t g = 0; g < gains; ++g) row[g] = row[g] * scale + base.f32()[g];
-      for (int64_t g = 0; g < m * m; ++g) lanes[g * kLanes + r] = row[2 * m + g];
-      kernels().sigmoid(row, 2 * m);
-      for (int64_t j = 0; j < m; ++j) post[(first + r) * m + j] = 2 * row[m + j], row[j] += hc_eps;
-      float* out = x + (first + r) * dim;
-      kernels().mix(z + r * m * dim, dim, row, m, out, dim);
-      kernels().rms_norm(out, norm.f32(), out, dim, norm_eps);
-    }
-    kernels().sinkhorn(lanes.data(), m, iterations, hc_eps);
-    for (int64_t r = 0; r < count; ++r)
-      for (int64_t g = 0; g < m * m; ++g) comb[(first + r) * m * m + g] = lanes[g * kLanes + r];
+    const int64_t first = task * kLanes;
+    mix_nodes(streams.f32() + first * m * to.dim, to, first, std::min<int64_t>(kLanes, rows - first));
   });
+}
+
+// post[k] out + sum_j comb[j, k] streams[j] of one node
+static void post_mix(const Spread& s, int64_t r, float* result) {
+  for (int64_t k = 0; k < s.m; ++k) {
+    float gains[8];
+    for (int64_t j = 0; j < s.m; ++j) gains[j] = s.comb[(r * s.m + j) * s.m + k];
+    float* to = result + (r * s.m + k) * s.dim;
+    kernels().mix(s.streams + r * s.m * s.dim, s.dim, gains, s.m, to, s.dim);
+    const float share = s.post[r * s.m + k];
+    const float* o = s.out + r * s.dim;
+    for (int64_t i = 0; i < s.dim; ++i) to[i] += share * o[i];
+  }
+}
+
+static Spread spread(const Context& ctx) {
+  const Tensor streams = ctx.input(0), out = ctx.input(1), post = ctx.input(2), comb = ctx.input(3);
+  const int64_t m = streams.dim(2), dim = streams.dim(3), rows = streams.count() / (m * dim);
+  require(m <= 8 && out.count() == rows * dim && post.count() == rows * m && comb.count() == rows * m * m,
+          "hyper-connection shapes differ");
+  return {streams.f32(), out.f32(), post.f32(), comb.f32(), m, dim, rows};
 }
 
 // streams [B, N, m, D], out [B, N, D], post [B, N, 1, m], comb [B, N, m, m] -> post[k] out + sum_j comb[j, k] streams[j]
 void HyperPost::run(const Context& ctx) const {
-  const Tensor streams = ctx.input(0), out = ctx.input(1), post = ctx.input(2), comb = ctx.input(3);
-  const int64_t m = streams.dim(2), dim = streams.dim(3), rows = streams.count() / (m * dim);
-  require(out.count() == rows * dim && post.count() == rows * m && comb.count() == rows * m * m, "hyper-connection shapes differ");
-  float* result = ctx.output_f32(0, {streams.dim(0), streams.dim(1), m, dim});
-  ctx.split(rows, rows * m * (m + 1) * dim / 16, [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r)
-      for (int64_t k = 0; k < m; ++k) {
-        float gains[8];
-        for (int64_t j = 0; j < m; ++j) gains[j] = comb.f32()[(r * m + j) * m + k];
-        float* to = result + (r * m + k) * dim;
-        kernels().mix(streams.f32() + r * m * dim, dim, gains, m, to, dim);
-        const float share = post.f32()[r * m + k];
-        const float* o = out.f32() + r * dim;
-        for (int64_t i = 0; i < dim; ++i) to[i] += share * o[i];
-      }
+  const Tensor streams = ctx.input(0);
+  const Spread s = spread(ctx);
+  float* result = ctx.output_f32(0, {streams.dim(0), streams.dim(1), s.m, s.dim});
+  ctx.split(s.rows, s.rows * s.m * (s.m + 1) * s.dim / 16, [&](int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) post_mix(s, r, result);
+  });
+}
+
+// Inputs of HyperPost, then fn, base and norm of the next site -> the streams, and what HyperMix makes of them
+HyperPostMix::HyperPostMix(const Attributes& a) : next(a) {}
+void HyperPostMix::run(const Context& ctx) const {
+  Tensor streams = ctx.input(0);
+  const Spread s = spread(ctx);
+  float* result = ctx.output_f32(0, {streams.dim(0), streams.dim(1), s.m, s.dim});
+  const HyperMix::Mixed to = next.outputs(ctx, streams, 4, 1);
+  const int64_t groups = std::max<int64_t>((s.rows + kLanes - 1) / kLanes, std::min<int64_t>(s.rows / kSharedRows, num_threads()));
+  ctx.parallel(groups, [&](int64_t task) {
+    const int64_t first = s.rows * task / groups, last = s.rows * (task + 1) / groups;
+    for (int64_t r = first; r < last; ++r) post_mix(s, r, result);
+    next.mix_nodes(result + first * s.m * s.dim, to, first, last - first);
   });
 }
 

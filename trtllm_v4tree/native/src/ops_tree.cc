@@ -3,6 +3,7 @@
 #include <limits>
 #include <numeric>
 
+#include "linear.h"
 #include "ops.h"
 
 namespace v4tree {
@@ -37,39 +38,93 @@ AttentionInputs::AttentionInputs(const Attributes& a)
       index_width(a.integer("index_width")), index_heads(a.integer("index_heads")), eps(a.real("eps")),
       index_scale(a.real("index_scale")) {}
 
-// projected [B, N, q | kv | raw | index raw | index weights], q_norm, kv_norm, cos, sin [B, N, rope / 2], phase [B, N], ape and index ape
-// [ratio, width] -> normed q input, window row (normed, rotated), raw rows with their position bias, index raw rows, index weights
-void AttentionInputs::run(const Context& ctx) const {
-  const Tensor x = ctx.input(0), q_norm = ctx.input(1), kv_norm = ctx.input(2), cos = ctx.input(3), sin = ctx.input(4);
-  const Tensor phase = ctx.input(5), ape = ctx.input(6), index_ape = ctx.input(7);
-  const int64_t batch = x.dim(0), nodes = x.dim(1), width = x.dim(2), rows = batch * nodes, half = cos.dim(-1);
-  require(width == q_width + head_dim + raw_width + index_width + index_heads, "the projected width is not the sum of its parts");
-  require(q_norm.count() == q_width && kv_norm.count() == head_dim && 2 * half <= head_dim, "a norm or rotation has the wrong size");
-  require(raw_width == 0 || (phase.count() == rows && ape.dim(-1) == raw_width), "the position bias has the wrong size");
-  float* q = ctx.output_f32(0, {batch, nodes, q_width});
-  float* kv = ctx.output_f32(1, {batch, nodes, head_dim});
-  float* raw = raw_width ? ctx.output_f32(2, {batch, nodes, raw_width}) : nullptr;
-  float* index_raw = index_width ? ctx.output_f32(3, {batch, nodes, index_width}) : nullptr;
-  float* index_weights = index_heads ? ctx.output_f32(4, {batch, nodes, index_heads}) : nullptr;
-  for (int64_t r = 0; raw != nullptr && r < rows; ++r)
+// Inputs from `at` on: q_norm, kv_norm, cos, sin [B, N, rope / 2], phase [B, N], ape and index ape [ratio, width].
+void AttentionInputs::check(const Context& ctx, Split& s, size_t at, const Tensor& cos) const {
+  const Tensor q_norm = ctx.input(at), kv_norm = ctx.input(at + 1), sin = ctx.input(at + 3), phase = ctx.input(at + 4);
+  const Tensor ape = ctx.input(at + 5), index_ape = ctx.input(at + 6);
+  s.half = cos.dim(-1);
+  require(q_norm.count() == q_width && kv_norm.count() == head_dim && 2 * s.half <= head_dim, "a norm or rotation has the wrong size");
+  require(cos.count() == s.rows * s.half && sin.count() == cos.count(), "there is not one rotation per node");
+  require(raw_width == 0 || (phase.count() == s.rows && ape.dim(-1) == raw_width), "the position bias has the wrong size");
+  require(index_width == 0 || index_ape.dim(-1) == index_width, "the position bias has the wrong size");
+  for (int64_t r = 0; raw_width != 0 && r < s.rows; ++r)
     require(phase.i64()[r] >= 0 && phase.i64()[r] < ape.dim(0), "a phase is out of range");
-  ctx.split(rows, rows * width / 2, [&](int64_t first, int64_t last) {
+  s.q_norm = q_norm.f32(), s.kv_norm = kv_norm.f32(), s.cos = cos.f32(), s.sin = sin.f32();
+  s.phase = phase.i64(), s.ape = ape.f32(), s.index_ape = index_ape.f32();
+}
+
+void AttentionInputs::split(const Context& ctx, const float* projected, const Split& s) const {
+  ctx.split(s.rows, s.rows * width() / 2, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
-      const float* from = x.f32() + r * width;
-      kernels().rms_norm(from, q_norm.f32(), q + r * q_width, q_width, eps);
-      kernels().rms_norm(from += q_width, kv_norm.f32(), kv + r * head_dim, head_dim, eps);
-      rotate(kv + r * head_dim, cos.f32() + r * half, sin.f32() + r * half, half, 1);
+      const float* from = projected + r * width();
+      if (s.q != nullptr) kernels().rms_norm(from, s.q_norm, s.q + r * q_width, q_width, eps);
+      kernels().rms_norm(from += q_width, s.kv_norm, s.kv + r * head_dim, head_dim, eps);
+      rotate(s.kv + r * head_dim, s.cos + r * s.half, s.sin + r * s.half, s.half, 1);
       from += head_dim;
-      if (raw == nullptr) continue;
-      const int64_t p = phase.i64()[r];
-      for (int64_t c = 0; c < raw_width; ++c) raw[r * raw_width + c] = from[c] + ape.f32()[p * raw_width + c];
+      if (s.raw == nullptr) continue;
+      const int64_t p = s.phase[r];
+      for (int64_t c = 0; c < raw_width; ++c) s.raw[r * raw_width + c] = from[c] + s.ape[p * raw_width + c];
       from += raw_width;
-      if (index_raw == nullptr) continue;
-      for (int64_t c = 0; c < index_width; ++c)
-        index_raw[r * index_width + c] = from[c] + index_ape.f32()[p * index_width + c];
-      for (int64_t c = 0; c < index_heads; ++c) index_weights[r * index_heads + c] = from[index_width + c] * index_scale;
+      if (s.index_raw == nullptr) continue;
+      for (int64_t c = 0; c < index_width; ++c) s.index_raw[r * index_width + c] = from[c] + s.index_ape[p * index_width + c];
+      for (int64_t c = 0; c < index_heads; ++c) s.index_weights[r * index_heads + c] = from[index_width + c] * index_scale;
     }
   });
+}
+
+// projected [B, N, q | kv | raw | index raw | index weights], then the inputs of `check` -> normed q input, window row (normed, rotated),
+// raw rows with their position bias, index raw rows, index weights
+void AttentionInputs::run(const Context& ctx) const {
+  const Tensor x = ctx.input(0);
+  const int64_t batch = x.dim(0), nodes = x.dim(1);
+  require(x.dim(2) == width(), "the projected width is not the sum of its parts");
+  Split s{};
+  s.rows = batch * nodes;
+  check(ctx, s, 1, ctx.input(3));
+  s.q = ctx.output_f32(0, {batch, nodes, q_width});
+  s.kv = ctx.output_f32(1, {batch, nodes, head_dim});
+  if (raw_width) s.raw = ctx.output_f32(2, {batch, nodes, raw_width});
+  if (index_width) s.index_raw = ctx.output_f32(3, {batch, nodes, index_width});
+  if (index_heads) s.index_weights = ctx.output_f32(4, {batch, nodes, index_heads});
+  split(ctx, x.f32(), s);
+}
+
+// x [B, N, D], packed input projection [D, width], the inputs of `check`, packed query projection [q, queries] or none -> window row,
+// queries, raw rows, index raw rows, index weights
+void AttentionProject::run(const Context& ctx) const {
+  const Tensor x = ctx.input(0), query_weight = ctx.input(9);
+  const int64_t batch = x.dim(0), nodes = x.dim(1), dim = x.dim(2), width = inputs.width();
+  thread_local std::vector<float> projected, normed, words;
+  AttentionInputs::Split s{};
+  s.rows = batch * nodes;
+  inputs.check(ctx, s, 2, ctx.input(4));
+  const Packed in_proj = packed(ctx.input(1), dim, rounded);
+  require(in_proj.blocks == (width + kLanes - 1) / kLanes, "the packed weight does not fit the output");
+  s.kv = ctx.output_f32(0, {batch, nodes, inputs.head_dim});
+  float* queries = query_weight ? ctx.output_f32(1, {batch, nodes, query_columns}) : nullptr;
+  if (inputs.raw_width) s.raw = ctx.output_f32(2, {batch, nodes, inputs.raw_width});
+  if (inputs.index_width) s.index_raw = ctx.output_f32(3, {batch, nodes, inputs.index_width});
+  if (inputs.index_heads) s.index_weights = ctx.output_f32(4, {batch, nodes, inputs.index_heads});
+  if (queries != nullptr) s.q = scratch(normed, s.rows * inputs.q_width);
+  float* all = scratch(projected, s.rows * width);
+  linear_parallel(ctx, rows_of(x.f32(), s.rows, dim, rounded, words), s.rows, in_proj, all, width);
+  inputs.split(ctx, all, s);
+  if (queries == nullptr) return;
+  const Packed query = packed(query_weight, inputs.q_width, rounded);
+  require(query.blocks == (query_columns + kLanes - 1) / kLanes, "the packed weight does not fit the output");
+  linear_parallel(ctx, rows_of(s.q, s.rows, inputs.q_width, rounded, words), s.rows, query, queries, query_columns);
+}
+
+void StackLayers::run(const Context& ctx) const {
+  const Tensor like = ctx.input(0);
+  std::vector<int64_t> dims{layers};
+  dims.insert(dims.end(), like.dims, like.dims + like.rank);
+  float* out = ctx.output_f32(0, dims);
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const Tensor x = ctx.input(layer);
+    require(x.count() == like.count(), "the layers differ in shape");
+    std::copy_n(x.f32(), x.count(), out + layer * like.count());
+  }
 }
 
 // state [slots, S, 2 dim], slots [B], raw [B, N, halves * 2 dim], table [B, M, T] (S states, one null row, then raw rows; a part per half,

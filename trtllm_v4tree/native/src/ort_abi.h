@@ -28,7 +28,7 @@ constexpr uint32_t kApiVersion = 24;
 constexpr uint32_t kOpVersion = 16;  // the newest fields of OrtCustomOp that are read here
 constexpr int kInvalidArgument = 2;
 constexpr int kAnyType = 0, kFloat = 1, kInt64 = 7, kBfloat16 = 16;
-constexpr int kRequired = 0, kOptional = 1;
+constexpr int kRequired = 0, kOptional = 1, kVariadic = 2;
 
 enum Entry {
   kCreateStatus = 0,

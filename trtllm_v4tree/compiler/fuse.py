@@ -1,0 +1,118 @@
+"""Graph pass for the native operators: neighbours that always follow each other become one node.
+
+ONNX Runtime spends about a microsecond on every node, a tenth of a small model's step. A fused node calls the same kernels in the same
+order, so results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from trtllm_v4tree.network.ops import DOMAIN
+
+
+def fuse(model: ir.Model) -> None:
+    """Rewrites the graph of `model` in place."""
+    graph = model.graph
+    for node in list(graph):
+        if node.graph is not graph or node.domain != DOMAIN:
+            continue
+        if node.op_type == "AttentionInputs":
+            _fuse_projection(graph, node)
+        elif node.op_type == "HyperPost":
+            _fuse_post_mix(graph, node)
+        elif node.op_type == "PackedLinear":
+            _fuse_linears(graph, node)
+    for node in list(graph):
+        if node.op_type == "Reshape":
+            _fuse_stack(graph, node)
+    graph.sort()
+    RemoveUnusedNodesPass()(model)
+
+
+def _fuse_projection(graph: ir.Graph, node: ir.Node) -> None:
+    """Input projection -> AttentionInputs -> query projection; no queries where nobody reads them."""
+    projected, query = node.inputs[0], node.outputs[0]
+    assert projected is not None
+    source, readers = projected.producer(), _readers(query)
+    if source is None or not _is_plain(source) or len(_readers(projected)) > 1:
+        return
+    if len(readers) > 1 or not all(map(_is_plain, readers)):
+        return
+    inputs = [*source.inputs, *node.inputs[1:], *[None] * (8 - len(node.inputs)), *(r.inputs[1] for r in readers)]
+    columns = sum(r.attributes["columns"].as_int() for r in readers)
+    attributes = [*node.attributes.values(), ir.AttrInt64("query_columns", columns), source.attributes["rounded"]]
+    queries = readers[0].outputs[0] if readers else None
+    made = _node("AttentionProject", inputs, attributes, 5)
+    _replace(graph, made, [node.outputs[1], queries, *node.outputs[2:]], [source, node, *readers])
+
+
+def _fuse_post_mix(graph: ir.Graph, node: ir.Node) -> None:
+    """HyperPost -> HyperMix of the next site."""
+    readers = [reader for reader in _readers(node.outputs[0]) if _is(reader, "HyperMix")]
+    if len(readers) != 1:
+        return
+    mix = readers[0]
+    made = _node("HyperPostMix", [*node.inputs, *mix.inputs[1:]], mix.attributes.values(), 4)
+    _replace(graph, made, [node.outputs[0], *mix.outputs], [node, mix])
+
+
+def _fuse_linears(graph: ir.Graph, node: ir.Node) -> None:
+    """A linear that another alone reads."""
+    readers = _readers(node.outputs[0])
+    if len(readers) != 1 or not _is_plain(readers[0]) or node.attributes["then"].as_int():
+        return
+    last = readers[0]
+    attributes = [a for a in node.attributes.values() if a.name != "then"]
+    then = ir.AttrInt64("then", last.attributes["columns"].as_int())
+    inputs = [*node.inputs, *[None] * (3 - len(node.inputs)), last.inputs[1]]
+    _replace(graph, _node("PackedLinear", inputs, [*attributes, then], 1), [last.outputs[0]], [node, last])
+
+
+def _fuse_stack(graph: ir.Graph, node: ir.Node) -> None:
+    """Reshape(Concat(layers, axis 0), [L | shape of a layer])."""
+    whole, shape = node.inputs[0], node.inputs[1]
+    assert whole is not None and shape is not None
+    joined, sized = whole.producer(), shape.producer()
+    if not (joined and sized and joined.op_type == "Concat" == sized.op_type) or joined.attributes["axis"].as_int():
+        return
+    last = sized.inputs[-1]
+    like = last.producer() if last is not None else None
+    if like is None or like.op_type != "Shape" or like.inputs[0] is not joined.inputs[0] or len(_readers(whole)) > 1:
+        return
+    layers = [ir.AttrInt64("layers", len(joined.inputs))]
+    _replace(graph, _node("StackLayers", joined.inputs, layers, 1), [node.outputs[0]], [joined, node])
+
+
+def _is(node: ir.Node | None, op_type: str) -> bool:
+    return node is not None and node.domain == DOMAIN and node.op_type == op_type
+
+
+def _is_plain(node: ir.Node) -> bool:
+    """A linear of one group, without norm or second product."""
+    return _is(node, "PackedLinear") and len(node.inputs) == 2 and node.attributes["groups"].as_int() == 1
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    return [use.node for use in value.uses()]
+
+
+def _node(op_type: str, inputs: Sequence[ir.Value | None], attributes: Iterable[ir.Attr], outputs: int) -> ir.Node:
+    given = list(inputs)
+    while given and given[-1] is None:
+        given.pop()
+    return ir.Node(DOMAIN, op_type, given, list(attributes), num_outputs=outputs)
+
+
+def _replace(graph: ir.Graph, made: ir.Node, kept: Sequence[ir.Value | None], old: Sequence[ir.Node]) -> None:
+    """Puts `made` in the place of the last of the `old` nodes and its outputs in that of the `kept` ones."""
+    graph.insert_after(old[-1], made)
+    for new, value in zip(made.outputs, kept, strict=False):
+        if value is not None:
+            new.type, new.shape, new.name = value.type, value.shape, value.name
+            value.name = f"{value.name}.old"
+            value.replace_all_uses_with(new)
+    graph.remove(list(reversed(old)), safe=True)
