@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from v4tree_plugins.commit import fold_kernel, scatter_rows_kernel
+from v4tree_plugins.packed_rows import pack_rows_kernel, row_bytes
 from v4tree_plugins.tree_attention import combine_kernel, tree_attention_kernel
 from v4tree_plugins.tree_index_score import tree_index_score_kernel
 from v4tree_plugins.tree_pool import tree_pool_kernel
 
 CAPABILITIES = (80, 90, 100, 120)
+FP8_CAPABILITIES = (90, 100, 120)
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Most shared memory of one block in bytes (CUDA programming guide, maximum per thread block)."""
 DTYPES = ("fp32", "fp16", "bf16")
@@ -163,10 +165,18 @@ def attention_tiles(dtype: str, capability: int) -> tuple[Tile, ...]:
 
 
 def attention_variant(
-    dtype: str, heads: int, tile: Tile, splits: int, dim: int = 512, rope: int = 64, packed: bool = False
+    dtype: str,
+    heads: int,
+    tile: Tile,
+    splits: int,
+    dim: int = 512,
+    rope: int = 64,
+    packed: bool = False,
+    fp8: bool = False,
 ) -> Variant:
-    """Tree attention; splits 1 finishes in the kernel. With `packed` both masks are tables of `pack_masks`."""
-    pool = dict.fromkeys(("q", "window", "nodes", "entries", "branch"), f"*{dtype}")
+    """Tree attention; splits 1 finishes in the kernel. With `packed` both masks are tables of `pack_masks`, with `fp8` keys packed rows."""
+    pool = {"q": f"*{dtype}"}
+    pool |= dict.fromkeys(("window", "nodes", "entries", "branch"), "*u8" if fp8 else f"*{dtype}")
     tables = dict.fromkeys(("window_rows", "entry_rows"), "*i64")
     masks = dict.fromkeys(("node_mask", "entry_mask"), "*i64" if packed else "*fp32")
     floats = dict.fromkeys(("sink", "cos", "sin", "out_max", "out_sum"), "*fp32")
@@ -174,10 +184,10 @@ def attention_variant(
     signature = pool | tables | masks | floats | counts | {"out": "*fp32" if splits > 1 else f"*{dtype}"}
     constants: dict[str, Any] = {"SCALE": dim**-0.5, "HEADS": heads, "DIM": dim, "ROPE": rope, "SPLITS": splits}
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "CHUNK": 32 if dtype == "fp32" else dim}
-    constants |= {"PRECISION": "tf32x3", "PACKED": packed}
+    constants |= {"PRECISION": "tf32x3", "PACKED": packed, "ROW": row_bytes(dim, rope) if fp8 else dim}
     if splits == 1:
         constants |= {name: None for name in ("out_max", "out_sum") if signature.pop(name)}
-    name = f"tree_attention_h{heads}_s{splits}{'_packed' if packed else ''}_{dtype}"
+    name = f"tree_attention_h{heads}_s{splits}{'_packed' if packed else ''}{'_fp8' if fp8 else ''}_{dtype}"
     return Variant(name, tree_attention_kernel, signature, constants, tile.num_warps, tile.num_stages)
 
 
@@ -201,8 +211,22 @@ def commit_variants(dtype: str) -> list[Variant]:
     return out
 
 
+FP8_TILE = Tile(16, 32, 8, 1)
+"""Of the attention over packed rows, which are decoded in registers: 32 query rows spill."""
+
+
+def fp8_variants(dtype: str) -> list[Variant]:
+    """Packing, attention over packed rows, and the commit of their bytes, for activations of 16 bits."""
+    rows = {"rows": f"*{dtype}", "out": "*u8"}
+    out = [Variant(f"pack_rows_{dtype}", pack_rows_kernel, rows, {"DIM": 512, "ROPE": 64, "ROW": row_bytes(512, 64)})]
+    out.append(replace(commit_variants("u8")[0], name=f"scatter_rows_fp8_{dtype}"))
+    for heads in (64, 128):
+        out += [attention_variant(dtype, heads, FP8_TILE, splits, packed=True, fp8=True) for splits in (1, 16)]
+    return out
+
+
 def variants(dtype: str, capability: int) -> list[Variant]:
-    """Everything that must compile for one dtype and chip."""
+    """Everything that must compile for one dtype and chip; packed rows where the chip converts FP8."""
     tile = attention_tiles(dtype, capability)[0]
     out = [pool_variant(dtype, dim, states) for dim, states in ((512, 3), (128, 3), (512, 1))]
     out += [score_variant(dtype, score_blocks(dtype)[0]), *commit_variants(dtype)]
@@ -210,4 +234,4 @@ def variants(dtype: str, capability: int) -> list[Variant]:
         for packed in (False, True):
             out += [attention_variant(dtype, heads, tile, splits, packed=packed) for splits in (1, 16)]
         out.append(combine_variant(dtype, heads))
-    return out
+    return out + (fp8_variants(dtype) if capability in FP8_CAPABILITIES and dtype != "fp32" else [])

@@ -4,6 +4,7 @@ Row (n, h) of a query tile is node n, head h. All heads and nodes of a tile read
 loaded once for both products. Keys come straight from the pools by row table; a key that no row of the tile sees is never read.
 Split over keys: every split leaves (sum, max, weights) partials and a combine kernel merges them with the sink. Without a split
 the tile finishes by itself: sink in the denominator, inverse RoPE of the output.
+Keys are rows of the activations' dtype, or all of them packed rows of bytes (`packed_rows`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from v4tree_plugins.dot import default_precision, dot, dot_add
+from v4tree_plugins.packed_rows import load_packed, load_packed_part
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -41,12 +43,12 @@ def packed_bias(packed, line, key, paged_keys, own_keys, column, skipped):
 @triton.jit
 def key_block(
     pool, rows, own, mask, key, paged_keys, own_keys, batch, line, node_lines, row_stride, column, skipped,
-    DIM: tl.constexpr, PACKED: tl.constexpr,
+    ROW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One block of a segment [rows of a pool | rows of this pass]: pointers to its keys [K], which of them any row sees [K], and
     the additive mask [M, K].
 
-    line [M] is the mask line of each query row (b * N + n; -1 for a row that does not exist).
+    line [M] is the mask line of each query row (b * N + n; -1 for a row that does not exist). ROW is the length of a key's row.
     """
     if PACKED:  # noqa: SIM108  (a ternary of two tensors would evaluate both)
         bias = packed_bias(mask, line, key, paged_keys, own_keys, column, skipped)
@@ -55,7 +57,7 @@ def key_block(
     wanted = tl.max(bias, axis=0) > float("-inf")
     paged = key < paged_keys
     row = tl.load(rows + node_lines * row_stride + key, mask=wanted & paged, other=0).to(tl.int64)
-    address = tl.where(paged, pool + row * DIM, own + (batch * own_keys + key - paged_keys) * DIM)
+    address = tl.where(paged, pool + row * ROW, own + (batch * own_keys + key - paged_keys) * ROW)
     return address, wanted, bias
 
 
@@ -63,6 +65,21 @@ def key_block(
 def load_rows(pointers, use, first: tl.constexpr, WIDTH: tl.constexpr):
     """Columns first .. first + WIDTH of the rows that `pointers` [R] point at, zeros where not `use` [R]."""
     return tl.load(pointers[:, None] + first + tl.arange(0, WIDTH)[None, :], mask=use[:, None], other=0.0)
+
+
+@triton.jit
+def load_keys(
+    pointers, use, first: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, ROW: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The same of keys, which are packed where a row is not DIM long."""
+    if ROW == DIM:
+        keys = load_rows(pointers, use, first, WIDTH)
+    elif WIDTH == DIM:
+        keys = load_packed(pointers, use, DIM, ROPE, DTYPE)
+    else:
+        keys = load_packed_part(pointers, use, first, WIDTH, DIM, ROPE, DTYPE)
+    return keys
 
 
 @triton.jit
@@ -100,12 +117,13 @@ def tree_attention_kernel(
     num_nodes, num_window, num_entries, num_branch, entry_stride, out, out_max, out_sum,
     SCALE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of N * HEADS rows, SPLITS, B). Key 0 of the window rows stands for the sink and is left out here.
 
     entry_stride is 0 when all nodes share entry_rows [B, E]; E when every node has its own [B, N, E] (then BLOCK_M divides HEADS).
     PACKED: both masks are the table [B, N, 4] of `pack_masks`, for at most 64 nodes.
+    ROW: length of the keys' rows, DIM or the bytes of a packed row.
     CHUNK < DIM computes scores in slices of the head dim: for fp32, whose query tile does not fit the registers.
     SPLITS 1: out [B, N, HEADS, DIM] is finished. More: out [B, SPLITS, N * HEADS, DIM], out_max and out_sum [B, SPLITS, N * HEADS].
     """
@@ -135,19 +153,19 @@ def tree_attention_kernel(
             tl.where(local, node_mask, entry_mask), key, tl.where(local, num_window, num_entries),
             tl.where(local, num_nodes, num_branch), batch, line,
             tl.where(local | (entry_stride == 0), batch, tile_node), tl.where(local, num_window, num_entries),
-            tl.where(local, 0, 2), tl.where(local, 1, 0), DIM, PACKED,
+            tl.where(local, 0, 2), tl.where(local, 1, 0), ROW, PACKED,
         )  # fmt: skip
         if CHUNK == DIM:
-            k = load_rows(address, wanted, 0, DIM)
+            k = load_keys(address, wanted, 0, DIM, DIM, ROPE, ROW, q.dtype.element_ty)
             score = dot(x, tl.trans(k), PRECISION) * SCALE
         else:
             score = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
             for part in tl.static_range(DIM // CHUNK):
                 part_x = load_rows(query, real, part * CHUNK, CHUNK)
-                part_k = load_rows(address, wanted, part * CHUNK, CHUNK)
+                part_k = load_keys(address, wanted, part * CHUNK, CHUNK, DIM, ROPE, ROW, q.dtype.element_ty)
                 score = dot_add(part_x, tl.trans(part_k), score, PRECISION)
             score = score * SCALE
-            k = load_rows(address, wanted, 0, DIM)
+            k = load_keys(address, wanted, 0, DIM, DIM, ROPE, ROW, q.dtype.element_ty)
         hidden = (bias == float("-inf")) | (local & (key == 0))[None, :]
         score = tl.where(hidden, float("-inf"), (score + bias) * LOG2E)
         new_top = tl.maximum(top, tl.max(score, axis=1))
@@ -213,7 +231,8 @@ def tree_attention(
     """Rotated-back attention output [B, N, H, d] of q [B, N, H, d].
 
     window [R, d], window_rows [B, W], nodes [B, N, d], node_mask [B, N, W + N]; entries [R, d], entry_rows [B, E] or [B, N, E],
-    branch [B, M, d], entry_mask [B, N, E + M]; sink [H]; cos, sin [B, N, rope / 2]. Both masks may be the table of `pack_masks`.
+    branch [B, M, d], entry_mask [B, N, E + M]; sink [H]; cos, sin [B, N, rope / 2]. Both masks may be the table of `pack_masks`; window,
+    nodes, entries and branch may be packed rows, uint8 with their bytes in place of d.
     """
     b, n, heads, dim = q.shape
     own_rows = entry_rows.dim() == 3
@@ -228,7 +247,7 @@ def tree_attention(
         partial if splits > 1 else out, top, total,
         SCALE=scale, HEADS=heads, DIM=dim, ROPE=2 * cos.shape[-1], SPLITS=splits, BLOCK_M=block_m, BLOCK_K=block_k,
         CHUNK=dim if q.dtype.itemsize == 2 else min(dim, 32), PRECISION=default_precision(),
-        PACKED=node_mask.dtype == torch.int64, num_warps=num_warps, num_stages=num_stages,
+        PACKED=node_mask.dtype == torch.int64, ROW=window.shape[-1], num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(triton.cdiv(n * heads, 4), b)](
