@@ -6,10 +6,34 @@ from __future__ import annotations
 import pytest
 
 from tests.plugins import cases
-from tests.plugins.test_commit import test_fold, test_fold_of_one_row_is_bit_exact, test_scatter_rows
+from tests.plugins.test_commit import (
+    test_entries_across_pages,
+    test_fold,
+    test_fold_at_every_phase_of_a_long_window,
+    test_fold_of_one_and_of_64_nodes,
+    test_fold_of_one_row_is_bit_exact,
+    test_window_rows,
+)
+from tests.plugins.test_packed_rows import (
+    test_a_committed_row_is_the_row_of_the_tree,
+    test_commit_moves_bytes,
+    test_packing_what_was_unpacked_changes_nothing,
+    test_quantiser_against_a_loop,
+    test_quantiser_against_torch,
+)
+from tests.plugins.test_packed_rows import (
+    test_full_width as test_packed_rows_at_full_width,
+)
+from tests.plugins.test_packed_rows import (
+    test_one_node_and_64_nodes as test_packed_rows_of_one_and_of_64_nodes,
+)
+from tests.plugins.test_packed_rows import (
+    test_trees_at_page_and_window_boundaries as test_packed_rows_at_page_and_window_boundaries,
+)
 from tests.plugins.test_tree_attention import (
     check,
     test_chain_and_64_node_tree,
+    test_every_phase_of_a_long_window,
     test_full_width,
     test_one_node,
     test_packed_64_nodes,
@@ -23,6 +47,9 @@ from tests.plugins.test_tree_index_score import (
     test_64_heads_64_nodes,
     test_one_node_and_nothing_to_score,
     test_phases_and_page_boundaries,
+)
+from tests.plugins.test_tree_index_score import (
+    test_every_phase_of_a_long_window as test_scores_at_every_phase,
 )
 from tests.plugins.test_tree_pool import (
     test_64_nodes_batched_at_page_boundaries,

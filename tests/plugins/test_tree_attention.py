@@ -73,9 +73,9 @@ def test_trees_at_page_and_window_boundaries(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["swa", "csa", "hca"])
-@pytest.mark.parametrize("splits", [2, 5, 16])
-def test_splits(kind: str, splits: int) -> None:
-    check(kind, "fp32", [0, 140], [3, 5], splits=splits)
+@pytest.mark.parametrize(("splits", "dtype"), [(2, "fp32"), (5, "bf16"), (5, "fp16"), (16, "fp32")])
+def test_splits(kind: str, splits: int, dtype: str) -> None:
+    check(kind, dtype, [0, 140], [3, 5], splits=splits)
 
 
 @pytest.mark.parametrize("phase", range(4))
@@ -84,14 +84,22 @@ def test_phases(phase: int) -> None:
     check("hca", "fp32", [124 + phase, 256 + phase], [6, 6], seed=phase)
 
 
-def test_one_node() -> None:
-    check("csa", "fp32", [200], [1])
-    check("swa", "fp32", [0], [1])
+@pytest.mark.parametrize(("kind", "dtype"), [("swa", "fp32"), ("csa", "bf16"), ("hca", "fp32"), ("hca", "bf16")])
+def test_every_phase_of_a_long_window(kind: str, dtype: str) -> None:
+    """Random trees behind 128 lengths in a row: the ring wraps, windows end in the tree, and HCA has no, one or two entries."""
+    check(kind, dtype, list(range(66, 194)), [4] * 128, heads=4, block_k=64)
 
 
-def test_chain_and_64_node_tree() -> None:
-    check("hca", "fp32", [120], [64], shape="chain", block_k=64)
-    check("csa", "fp32", [70], [64], heads=4, block_k=64)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_node(dtype: str) -> None:
+    check("csa", dtype, [200], [1])
+    check("swa", dtype, [0], [1])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_chain_and_64_node_tree(dtype: str) -> None:
+    check("hca", dtype, [120], [64], heads=4, shape="chain", block_k=64)
+    check("csa", dtype, [70], [64], heads=4, block_k=64)
 
 
 @pytest.mark.parametrize("heads", [64, 128])

@@ -28,10 +28,16 @@ def test_phases_and_page_boundaries(dtype: str) -> None:
     check(16, 128, dtype, [0, 3, 4, 254, 257, 510], [7, 1, 5, 7, 6, 7])
 
 
-def test_64_heads_64_nodes() -> None:
-    check(64, 128, "fp32", [133], [64])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_64_heads_64_nodes(dtype: str) -> None:
+    check(64, 128, dtype, [133], [64])
 
 
-def test_one_node_and_nothing_to_score() -> None:
-    check(16, 128, "fp32", [130], [1])
-    check(16, 128, "fp32", [1], [1])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_node_and_nothing_to_score(dtype: str) -> None:
+    check(16, 128, dtype, [130], [1])
+    check(16, 128, dtype, [1], [1])
+
+
+def test_every_phase_of_a_long_window() -> None:
+    check(16, 128, "fp32", list(range(128, 256)), [5] * 128)

@@ -52,14 +52,16 @@ def test_hca_across_the_boundary(dim: int, dtype: str) -> None:
     )
 
 
-def test_hca_at_every_phase() -> None:
-    """64 chain nodes behind every fourth prefix of a window, batched; and one node behind each prefix that it completes."""
-    assert check("hca", 128, "fp32", list(range(0, 128, 4)), [64] * 32, "chain") > 0
-    assert check("hca", 128, "fp32", list(range(100, 132)), [40] * 32) > 0
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_hca_at_every_phase(dtype: str) -> None:
+    """64 chain nodes behind every prefix of a window, half of which they complete; random trees behind those that they may complete."""
+    assert check("hca", 128, dtype, list(range(128)), [64] * 128, "chain") == 64
+    assert check("hca", 128, dtype, list(range(100, 132)), [40] * 32) > 30
 
 
-def test_64_nodes_batched_at_page_boundaries() -> None:
-    assert check("csa", 128, "fp32", [0, 1, 254, 255, 256, 257], [64, 1, 64, 2, 33, 64]) > 30
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_64_nodes_batched_at_page_boundaries(dtype: str) -> None:
+    assert check("csa", 128, dtype, [0, 1, 254, 255, 256, 257], [64, 1, 64, 2, 33, 64]) > 30
 
 
 def test_extreme_scores() -> None:
