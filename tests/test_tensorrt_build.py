@@ -22,7 +22,7 @@ from trtllm_v4tree.compiler.tensorrt_plan import PlanOptions, TensorRtBuilder
 from trtllm_v4tree.engine_dir import COMMIT_KERNELS, MANIFEST, KernelCode, Manifest, kernels_to_json, read_kernels
 from trtllm_v4tree.errors import ConfigError
 
-from .oracle.tiny import write_tiny
+from .oracle.tiny import CONFIGS, write_tiny
 from .test_cli import Ran, contents, edit_manifest, refused
 
 Build = Callable[..., Ran]
@@ -138,17 +138,15 @@ def test_a_gpu_without_kernels(build: Build, monkeypatch: pytest.MonkeyPatch) ->
     refused(build(), "'75'", "80, 90, 100, 120")
 
 
+@pytest.mark.parametrize("width", [24, 16])
 def test_a_model_that_the_kernels_do_not_take(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    width: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch)
-    checkpoint = write_tiny(tmp_path / "checkpoint", "w16", seed=1)
-    from .oracle.tiny import CONFIGS
-
-    monkeypatch.setitem(CONFIGS, "odd", CONFIGS["w16"] | {"head_dim": 24})
+    monkeypatch.setitem(CONFIGS, "odd", CONFIGS["w16"] | {"head_dim": width})
     checkpoint = write_tiny(tmp_path / "odd", "odd", seed=1)
     ran = run(capfd, "build", "--checkpoint_dir", checkpoint, "--output_dir", tmp_path / "engine", *SMALL)
-    refused(ran, "head_dim=24", "power of two", "--target onnxruntime")
+    refused(ran, f"head_dim={width}", "power of two from 32", "--target onnxruntime")
 
 
 @pytest.mark.parametrize("error", [CompileError("TensorRT cannot build graph draft_s1_k1: why."), KeyboardInterrupt()])

@@ -24,7 +24,7 @@ HEADER = "# mypy: ignore-errors\nfrom __future__ import annotations\nimport typi
 
 def declarations() -> tuple[Path, str] | None:
     """The folder of the stubs, and TensorRT's classes that the device uses; the published file as a whole is no valid Python."""
-    places = [Path(p) for p in (os.environ.get("V4TREE_STUBS"),) if p]
+    places = [Path(p) for p in (os.environ.get("V4TREE_STUBS"), Path(sys.prefix) / "tensorrt-stubs") if p]
     spec = importlib.util.find_spec("tensorrt_stubs")
     if spec is not None and spec.origin is not None:
         places.append(Path(spec.origin).parents[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ def evaluated(
     """Results of a typed network with the plugins' bodies; ONNX Runtime has no bfloat16 products, the reference evaluator has."""
     model, spec = traced(config, graph, dtype, ops)
     add_bodies(model)
+    folder = Path(tempfile.mkdtemp(dir=folder))  # a session maps its weights: no other writes over them
     plan = WeightPlan([model])
     plan.write(folder / WEIGHTS_FILE, Decided(checkpoint, config), lambda name, size: None)
     plan.attach(model)

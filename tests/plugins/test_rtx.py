@@ -17,7 +17,10 @@ from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.cli.main import status_of
 from trtllm_v4tree.compiler import rtx
 from trtllm_v4tree.compiler.plan_builder import CompileError, bounds
+from trtllm_v4tree.compiler.plugin_bodies import add_bodies
+from trtllm_v4tree.compiler.plugin_ops import PluginOps
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
+from trtllm_v4tree.compiler.typed import retype
 from trtllm_v4tree.compiler.weights import WeightPlan
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.engine_dir import WEIGHTS_FILE, Manifest
@@ -110,6 +113,33 @@ def test_whole_shipped_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert set(manifest.files) == names
     assert {p.name for p in engine.iterdir()} == names | {"engine.json"}
     assert manifest.compute_capabilities == BOTH
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_typed_networks_hold_a_real_compiler(nano: ModelConfig, tmp_path: Path, dtype: str) -> None:
+    """The networks for TensorRT with their plugins' bodies, strongly typed: the drafter's layer builds, the whole target step parses."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    config = dataclasses.replace(nano, index_topk=32)
+    s, ops, builder = sizes(config), PluginOps(90, dtype=dtype), rtx.RtxBuilder(("SM89",))
+    for spec, model in (
+        (contract.draft_round(config, s, 1, 2), graphs.draft_round(config, s, ops, 1, 2)),
+        (contract.target_step(config, s), graphs.target_step(config, s, ops)),
+    ):
+        spec = contract.typed(spec, dtype)
+        retype(model, spec, dtype)
+        add_bodies(model, TensorRtOps())
+        rtx.weights_as_inputs(model)
+        path = tmp_path / f"{spec.name}.onnx"
+        ir.save(model, path)
+        if spec.name == "target_step":
+            network = trt.Builder(builder.logger).create_network(builder.network_flags())
+            builder._parse(network, path, spec.name)
+            kinds = {network.get_output(i).name: network.get_output(i).dtype for i in range(network.num_outputs)}
+            assert kinds["logits"] == trt.float32
+            assert kinds["window_scratch"] == {"float16": trt.float16, "bfloat16": trt.bfloat16}[dtype]
+        else:
+            assert builder.compile(path, spec, rtx.graph_profiles(spec.name, s)).data
 
 
 @pytest.mark.compile

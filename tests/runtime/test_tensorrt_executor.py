@@ -167,19 +167,19 @@ def test_half_precision_stays_near(engine_dir: Make) -> None:
 
 
 def test_buffers_are_allocated_once_and_graphs_captured_once_per_bucket(engine_dir: Make) -> None:
+    """Over two runs, whose prefill chunks may differ since their width follows from the time that rounds take."""
     _, folder, manifest = engine_dir("w16", "float32")
     executor, device = make(folder, manifest)
     for steps, topk in ((0, 1), *SHAPES):
         executor.prepare_draft(steps, topk)
     before = device.counts.copy()
-    texts(executor, "s3_k2_d6")
-    first = device.counts.copy()
-    assert (first["allocate"], first["pinned"]) == (before["allocate"], before["pinned"])
-    stages = [executor._target, *executor._drafts.values()]
-    assert first["capture"] == sum(len(stage._ready) for stage in stages) > 3
-    texts(executor, "s3_k2_d6")
-    assert device.counts["capture"] == first["capture"] and device.counts["context"] == first["context"]
-    assert device.counts["replay"] > first["replay"]
+    for _ in range(2):
+        replayed = device.counts["replay"]
+        texts(executor, "s3_k2_d6")
+        buckets_seen = sum(len(stage._ready) for stage in (executor._target, *executor._drafts.values()))
+        assert device.counts["capture"] == device.counts["context"] == buckets_seen > 3
+        assert device.counts["replay"] > replayed
+    assert all(device.counts[what] == before[what] for what in ("allocate", "pinned"))
 
 
 def test_one_copy_in_per_call_and_one_out_per_result(engine_dir: Make) -> None:

@@ -66,8 +66,15 @@ class PluginOps(TensorRtOps):
         inputs, names = NODES[name]
         known = {"capability": self.capability} | attributes
         assert len(values) == len(inputs) and set(known) == set(names), name
+        known = {attribute: known[attribute] for attribute in names}  # the front end hands them on by position
         plugin = {"plugin_namespace": DOMAIN, "plugin_version": "1"}
-        return getattr(op, name)(*values, **known, **plugin, _domain=DOMAIN, _outputs=outputs)
+        made = getattr(op, name)(*values, **known, **plugin, _domain=DOMAIN, _outputs=outputs)
+        if outputs == 1:
+            made.type, made.shape = (
+                ir.TensorType(ir.DataType.FLOAT),
+                _shape(name, dict(zip(inputs, values, strict=True))),
+            )
+        return made
 
     def pool(
         self, op: Op, state: Value, slots: Value, raw: Value, table: Value, norm: Value, rope: Rope, dim: int, rope_dim: int, eps: float
@@ -102,6 +109,15 @@ class PluginOps(TensorRtOps):
         flat = op.Reshape(out, i64(op, 0, 0, dims.query_width))
         flat.type, flat.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([None, None, dims.query_width])
         return flat
+
+
+def _shape(name: str, operands: dict[str, Value]) -> ir.Shape | None:
+    """Shape of a plugin's output from those of its operands, as the plugin derives it; the split's outputs are left open."""
+    if name == "tree_pool":
+        table, norm = operands["table"].shape, operands["norm"].shape
+        return None if table is None or norm is None else ir.Shape([table[0], table[1], norm[0]])
+    like = operands[{"tree_index_score": "mask", "tree_attention": "q"}.get(name, "like")].shape
+    return None if like is None else ir.Shape(list(like))
 
 
 def _without_entries(op: Op, keys: KeySources) -> KeySources:

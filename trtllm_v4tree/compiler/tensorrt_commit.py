@@ -20,8 +20,7 @@ def compile_kernels(config: ModelConfig, sizes: EngineSizes, dtype: str, capabil
     made = {}
     for name, variant in _variants(config, sizes, NAMES[dtype]):
         compiled = aot.compile_variant(variant, int(capability.removeprefix("SM")))
-        _, cubin = aot.assemble(aot.without_hidden_parameters(compiled.ptx))
-        made[name] = KernelCode(compiled.entry, 32 * compiled.num_warps, compiled.shared, cubin)
+        made[name] = KernelCode(compiled.entry, 32 * compiled.num_warps, compiled.shared, compiled.cubin)
     return made
 
 

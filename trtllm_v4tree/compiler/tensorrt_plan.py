@@ -19,8 +19,8 @@ from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.errors import ConfigError
 
 INSTALL = "pip install 'trtllm_v4tree[tensorrt]' on a machine with that GPU"
-MIN_WIDTH = 16
-"""Least head width and head count of the kernels; widths are powers of two."""
+LEAST = {"head_dim": 32, "index_head_dim": 16, "index_n_heads": 16}
+"""Least sizes that the kernels take; all are powers of two."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def check_model(config: ModelConfig) -> None:
     if config.layers_of("csa"):
         sizes |= {"index_head_dim": config.index_head_dim, "index_n_heads": config.index_n_heads}
     for name, value in sizes.items():
-        if value < MIN_WIDTH or value & (value - 1):
+        if value < LEAST[name] or value & (value - 1):
             raise ConfigError(
-                f"{name}={value} is not a power of two from {MIN_WIDTH}, as the kernels of target tensorrt need it: "
+                f"{name}={value} is not a power of two from {LEAST[name]}, as the kernels of target tensorrt need it: "
                 "build with --target onnxruntime."
             )
 
