@@ -119,3 +119,22 @@ def test_command_with_the_built_in_timer(
         )
         == 2
     )
+
+
+def test_a_refused_engine_leaves_nothing_behind(
+    tiny: Callable[[str], Built], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, and no output directory, for an older engine and for a speculation that the engine lacks."""
+    pytest.importorskip("matplotlib")
+    from trtllm_v4tree.cli.main import status_of
+
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "engine.json").write_text('{"format_version": 2}')
+    engines = {"format 2": (old, "none"), "s9_k9": (tiny("w16").engine, "none,s9_k9_d5")}
+    for reason, (engine, speculation) in engines.items():
+        command = ["profile", "--engine_dir", str(engine), "--output_dir", str(tmp_path / "out")]
+        assert status_of([*command, "--speculation", speculation]) == 2
+        error = capsys.readouterr().err
+        assert reason in error and len(error.splitlines()) == 1
+        assert not (tmp_path / "out").exists()

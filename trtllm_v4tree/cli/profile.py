@@ -45,15 +45,18 @@ def profile(
     """Show where the time of a round goes: median, p99 and share of every phase, as a table, a picture and a trace."""
     from trtllm_v4tree import LLM
     from trtllm_v4tree.bench.report import check_installed
+    from trtllm_v4tree.llm import check_engine
 
     if nsys not in ("auto", "off"):
         raise RequestError(f"--nsys is {nsys[:20]!r}: give auto or off.")
     check_installed()
+    names = [name.strip() for name in speculation.split(",") if name.strip()] or ["none"]
+    for name in names:
+        check_engine(engine_dir, name)
     _make(output_dir)
     if nsys == "auto" and _under_nsys(output_dir):
         return
     llm = LLM(engine_dir, threads=threads)
-    names = [name.strip() for name in speculation.split(",") if name.strip()] or ["none"]
     prompts = _prompts(llm, dataset, batch_size, max_tokens)
     for name in names:
         llm.set_speculation(name)
