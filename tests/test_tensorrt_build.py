@@ -98,6 +98,7 @@ def build(bare: Build, monkeypatch: pytest.MonkeyPatch) -> Build:
         (("--compute_capability", "120"), ("120 was asked for", "the GPU here is 90")),
         (("--timing_cache", "/nowhere/at/all"), ("timing_cache", "directory that exists")),
         (("--target", "onnxruntime", "--weight_streaming"), ("weight_streaming", "--target tensorrt")),
+        (("--cpu_kernels", "native"), ("cpu_kernels", "--target onnxruntime")),
         (("--target", "tensorrt-rtx", "--timing_cache", "x"), ("timing_cache", "--target tensorrt")),
         (("--target", "onnxruntime", "--compute_capability", "90"), ("compute_capability", "leave it out")),
     ],

@@ -183,7 +183,7 @@ def attention_variant(
     counts = dict.fromkeys(("num_nodes", "num_window", "num_entries", "num_branch", "entry_stride"), "i32")
     signature = pool | tables | masks | floats | counts | {"out": "*fp32" if splits > 1 else f"*{dtype}"}
     constants: dict[str, Any] = {"SCALE": dim**-0.5, "HEADS": heads, "DIM": dim, "ROPE": rope, "SPLITS": splits}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "CHUNK": 32 if dtype == "fp32" else dim}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "CHUNK": min(dim, 32) if dtype == "fp32" else dim}
     constants |= {"PRECISION": "tf32x3", "PACKED": packed, "ROW": row_bytes(dim, rope) if fp8 else dim}
     if splits == 1:
         constants |= {name: None for name in ("out_max", "out_sum") if signature.pop(name)}

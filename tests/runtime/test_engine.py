@@ -102,7 +102,7 @@ def test_cancel_in_every_phase_frees_slot_and_pages(w16: Built, mode: str) -> No
         while victim.phase is not phase:
             engine.step()
             steps += 1
-            assert steps < 20
+            assert steps < 60  # a chunk may have 4 tokens only
         engine.cancel(victim)
         deltas = engine.step()
         assert [d.finish_reason for d in deltas if d.request is victim] == ["cancelled"]

@@ -319,6 +319,28 @@ def test_a_peer_that_leaves_too_much_unread_is_cut_off(
     assert Asked(loop).code() is None
 
 
+def test_an_owner_that_cannot_accept_for_a_while_goes_on(
+    loop: EngineLoop, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, failures = owner._listener, iter(range(3))
+
+    class Failing:
+        """No descriptor is free the first times."""
+
+        def accept(self) -> Any:
+            if next(failures, None) is not None:
+                raise OSError(24, "Too many open files")
+            return listener.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+    monkeypatch.setattr(owner, "_listener", Failing())
+    for _ in range(3):
+        assert Asked(RemoteLoop(owner.path)).code() is None
+    assert next(failures, None) is None, "it had to try again"
+
+
 def _wait_until_closed(owner: Owner) -> None:
     deadline = time.monotonic() + 120
     while owner._connections:

@@ -99,6 +99,8 @@ class BuildOptions:
 
     def _check_target(self) -> None:
         """What each target lacks."""
+        if self.target != "onnxruntime" and self.cpu_kernels != "auto":
+            raise ConfigError(f"cpu_kernels is for --target onnxruntime, not {self.target}: leave it out.")
         if self.target == "tensorrt":
             if self.timing_cache is not None and (self.timing_cache.is_dir() or not self.timing_cache.parent.is_dir()):
                 raise ConfigError(f"timing_cache {self.timing_cache} is no file in a directory that exists: give one.")

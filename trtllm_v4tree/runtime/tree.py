@@ -20,7 +20,8 @@ from trtllm_v4tree.errors import RequestError
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 ROOT, PAD = -1, -2
-_REMEMBERED, _WIDEST_REMEMBERED = 512, 128
+_TREES, _TREE_WIDTH = 512, 32
+_CHUNKS, _CHUNK_WIDTH = 16, 128
 F = TypeVar("F", bound=Callable[..., Any])
 _NAME = re.compile(r"s(\d+)_k(\d+)_d(\d+)")
 
@@ -82,12 +83,13 @@ class TreeShape:
 
 def remembered(make: F) -> F:
     """Caches a pure function whose first argument is a tree or a path: few shapes come again and again. Nobody may write to what it
-    returns. Very wide ones (a large prefill chunk) are made anew: they are rare, and their masks are large.
+    returns. Of wide ones (prefill chunks, whose masks are large) few are kept, of very wide ones none.
     """
-    cached = functools.lru_cache(maxsize=_REMEMBERED)(make)
+    trees, chunks = (functools.lru_cache(maxsize=count)(make) for count in (_TREES, _CHUNKS))
 
     def call(nodes: TreeShape | tuple[int, ...], *args: Any) -> Any:
-        return (cached if len(nodes) <= _WIDEST_REMEMBERED else make)(nodes, *args)
+        width = len(nodes)
+        return (trees if width <= _TREE_WIDTH else chunks if width <= _CHUNK_WIDTH else make)(nodes, *args)
 
     return cast(F, functools.wraps(make)(call))
 

@@ -22,6 +22,7 @@ from trtllm_v4tree.serving.loop import EngineLoop, LoopTicket
 from trtllm_v4tree.serving.outbox import Outbox
 
 MAX_BACKLOG = 4096  # requests whose events a peer may leave unread before its connection is closed
+RETRY_S = 0.1
 
 
 class Owner:
@@ -32,10 +33,12 @@ class Owner:
         self._lock = _locked(socket_path)
         self._listener = _listen(socket_path)
         self._connections: set[_Connection] = set()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="v4tree-owner", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=5.0)
@@ -47,11 +50,13 @@ class Owner:
         os.close(self._lock)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
-                return  # `close`
+            except OSError as error:  # `close`, or no descriptor is free
+                if not self._closing.wait(RETRY_S):
+                    log("accept_failed", logging.WARNING, reason=str(error))
+                continue
             connection = _Connection(self.engine_loop, peer, self._connections.discard)
             self._connections.add(connection)
             connection.start()
