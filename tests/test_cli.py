@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from trtllm_v4tree.accounting import state_bytes
 from trtllm_v4tree.cli.main import status_of
 from trtllm_v4tree.compiler.weights import WeightPlan
-from trtllm_v4tree.engine_dir import Manifest
+from trtllm_v4tree.engine_dir import FORMAT_VERSION, Manifest
 
 from .harness import Built
 
@@ -168,7 +168,7 @@ def test_checkpoint_dir_is_not_there(tmp_path: Path, v4tree: Run) -> None:
     ("option", "value", "fragments"),
     [
         ("--target", "cuda", ("'cuda'", "onnxruntime, tensorrt, tensorrt-rtx")),
-        ("--target", "tensorrt", ("plan builder", "--target onnxruntime")),
+        ("--target", "tensorrt", ("TensorRT", "pip install 'trtllm_v4tree[tensorrt]'")),
         ("--dtype", "int8", ("'int8'", "float32, float16, bfloat16")),
         ("--dtype", "float16", ("float16", "float32 or bfloat16")),
         ("--max_batch_size", "0", ("max_batch_size=0", "1 to 1024")),
@@ -372,8 +372,11 @@ BAD_ENGINES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no JSON": (write("engine.json", b"\xff"), ("not valid JSON",)),
     "deep JSON": (write("engine.json", b"[" * 100_000), ("not valid JSON",)),
     "no object": (write("engine.json", b"[1]"), ("not a JSON object",)),
-    "another format": (edit_manifest(lambda d: d.update(format_version=99)), ("format 99", "reads format 2")),
-    "another target": (edit_manifest(lambda d: d.update(target="tensorrt")), ("tensorrt", "--target onnxruntime")),
+    "another format": (
+        edit_manifest(lambda d: d.update(format_version=99)),
+        ("format 99", f"reads format {FORMAT_VERSION}"),
+    ),
+    "another target": (edit_manifest(lambda d: d.update(target="metal")), ("metal", "--target onnxruntime")),
     "target is a number": (edit_manifest(lambda d: d.update(target=3)), ("damaged", "target is 3")),
     "no sizes": (edit_manifest(lambda d: d.pop("sizes")), ("damaged", "sizes")),
     "sizes of text": (edit_manifest(lambda d: d["sizes"].update(max_batch_size="4")), ("max_batch_size is '4'",)),
