@@ -25,7 +25,7 @@ from trtllm_v4tree import CheckpointError, ConfigError, V4TreeError, native
 from trtllm_v4tree.checkpoint import expected_tensors
 from trtllm_v4tree.compiler.build import BuildOptions, build, default_draft_shapes
 from trtllm_v4tree.config import ModelConfig
-from trtllm_v4tree.engine_dir import MANIFEST, WEIGHTS_FILE, Manifest, graph_stems, replacing
+from trtllm_v4tree.engine_dir import FORMAT_VERSION, MANIFEST, WEIGHTS_FILE, Manifest, graph_stems, replacing
 
 from .harness import Built
 from .oracle.tiny import CONFIGS, write_tiny
@@ -187,9 +187,9 @@ def test_an_engine_is_replaced(tiny: Callable[[str], Built], engine: Path) -> No
 
 
 def test_an_engine_of_another_format_is_replaced(tiny: Callable[[str], Built], engine: Path) -> None:
-    (engine / MANIFEST).write_text(
-        (engine / MANIFEST).read_text().replace('"format_version": 2', '"format_version": 0')
-    )
+    written, now = (engine / MANIFEST).read_text(), f'"format_version": {FORMAT_VERSION}'
+    assert now in written
+    (engine / MANIFEST).write_text(written.replace(now, '"format_version": 0'))
     build(tiny("mixed").checkpoint, engine, OPTIONS)
     Manifest.read(engine).verify(engine)
 

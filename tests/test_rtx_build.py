@@ -253,7 +253,7 @@ def test_generate_and_serve_say_what_to_do(engine: Path, capfd: pytest.CaptureFi
 
 
 BAD_ENGINES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "newer format": (edit_manifest(lambda d: d.update(format_version=3)), ("format 3", "update trtllm_v4tree")),
+    "newer format": (edit_manifest(lambda d: d.update(format_version=99)), ("format 99", "update trtllm_v4tree")),
     "no capabilities": (edit_manifest(lambda d: d.pop("compute_capabilities")), ("damaged", "compute_capabilities")),
     "capability is no name": (edit_manifest(lambda d: d.update(compute_capabilities=[89])), ("damaged", "SM89")),
     "another contract": (edit_manifest(lambda d: d["contract"].pop()), ("damaged", "contract")),
