@@ -28,17 +28,13 @@ from trtllm_v4tree.runtime.buckets import (
 )
 from trtllm_v4tree.runtime.device import Device, aligned
 from trtllm_v4tree.runtime.executor import DraftResult, Scratch, StepResult
+from trtllm_v4tree.runtime.policies.base import candidates_of
 from trtllm_v4tree.runtime.stage import DTYPES, DeviceScratch, Place, Stage
 from trtllm_v4tree.runtime.tables import Feeds
 
 SCATTER_BLOCK, FOLD_WIDTH = 512, 128
 """Columns that one program scatters and channels of one fold program, as the kernels were compiled."""
 Ints = NDArray[np.int64]
-
-
-def num_candidates(steps: int, topk: int) -> int:
-    """Candidates of a draft round: K on the first level, K * K on each further one."""
-    return topk + (steps - 1) * topk * topk if steps else 0
 
 
 class TensorRtExecutor:
@@ -88,7 +84,7 @@ class TensorRtExecutor:
         stem = f"draft_s{steps}_k{topk}" if steps else "draft_catchup"
         if f"{stem}.plan" not in self.manifest.files:
             raise EngineFormatError(f"{self.directory} has no {stem}.plan: build the engine with --draft_shapes.")
-        s, count = self.sizes, num_candidates(steps, topk)
+        s, count = self.sizes, candidates_of((steps, topk)) if steps else 0
         self._drafts[steps, topk] = self._stage(
             stem, lambda actual: draft_bucket(s, actual, count), [widest_draft(s, count)], lambda bucket: 0
         )
