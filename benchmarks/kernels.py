@@ -1,6 +1,7 @@
 """Times the kernels on a GPU against the copy bandwidth and the matrix throughput measured in the same run.
 
 `python benchmarks/kernels.py --output kernels.json`. Needs a CUDA GPU, torch and triton; no TensorRT, no model.
+The experts are those of one layer of V4-Flash (12.9 GB of weights), for batch * nodes tokens that choose at random.
 Goals: >= 75 % of the copy bandwidth where memory-bound, >= 50 % of the matrix ceiling where compute-bound, and 8 nodes at no more
 than 1.5 times the cost of one at batch 1.
 """
@@ -13,10 +14,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "plugins"))
 
 BATCHES, CONTEXTS, NODES = (1, 8, 32), (2048, 32768, 262144), (1, 6, 8, 16)
+PREFILL = 128
+"""Nodes of a prefill chunk, of which the experts alone are timed."""
+EXPERTS, EXPERT_TOPK, HIDDEN, INNER, LIMIT = 256, 6, 4096, 2048, 10.0
 WINDOW, TOPK, DIM, ROPE, INDEX_HEADS, INDEX_DIM = 128, 512, 512, 64, 64, 128
 
 
@@ -56,6 +64,13 @@ def score_work(batch: int, context: int, nodes: int) -> Work:
     entries = context // 4
     num_bytes = batch * (2 * entries * INDEX_DIM + 2 * nodes * INDEX_HEADS * INDEX_DIM + 8 * nodes * entries)
     return Work(num_bytes, 2 * batch * nodes * INDEX_HEADS * entries * INDEX_DIM)
+
+
+def experts_work(pairs: int, used: int) -> Work:
+    """Weights of the experts that any token chose, read once; 3 products per pair of a token and an expert."""
+    weights = 3 * HIDDEN * INNER
+    moved = 2 * pairs * (HIDDEN + 2 * INNER) + 8 * pairs * HIDDEN
+    return Work(2 * used * weights + moved, 2 * pairs * weights)
 
 
 def rate(work: Work, seconds: float, bandwidth: float, matrix: float) -> tuple[float, float, str]:
@@ -126,6 +141,30 @@ def score_launch(batch: int, context: int, nodes: int) -> Callable[[], object]:
     return lambda: tree_index_score(query, weights, pool, rows, branch, mask)
 
 
+def expert_weights() -> tuple[torch.Tensor, torch.Tensor]:
+    """fc1 and fc2 of a layer."""
+    import torch
+
+    shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    fc1, fc2 = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02) for shape in shapes)
+    return fc1, fc2
+
+
+def experts_launch(tokens: int, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[Callable[[], object], int]:
+    """The sort, both products and the sum of a layer, and how many experts the tokens chose."""
+    import torch
+    from v4tree_plugins import aot
+    from v4tree_plugins.grouped_moe import grouped_moe
+
+    x, base = (torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(EXPERT_TOPK).indices.contiguous()
+    shares = torch.rand(tokens, EXPERT_TOPK, device="cuda") + 0.1
+    tile = aot.expert_tiles("bf16")[0]
+    options = {"block_n": tile.block_n, "block_k": tile.block_k}
+    options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return lambda: grouped_moe(x, base, ids, shares, *weights, limit=LIMIT, **options), ids.unique().numel()
+
+
 def chip() -> int:
     """The nearest compute capability that the tile tables know."""
     import torch
@@ -148,6 +187,11 @@ def measurements(heads: int) -> Iterator[tuple[str, Work, Callable[[], object], 
                         at,
                     )
                 yield "tree_index_score", score_work(*at), score_launch(*at), at
+    experts = expert_weights()
+    for batch in BATCHES:
+        for nodes in (*NODES, PREFILL):
+            launch, used = experts_launch(batch * nodes, experts)
+            yield "grouped_moe", experts_work(batch * nodes * EXPERT_TOPK, used), launch, (batch, 0, nodes)
 
 
 def run(heads: int) -> dict[str, object]:

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from v4tree_plugins import grouped_moe as moe
 from v4tree_plugins.commit import fold_kernel, scatter_rows_kernel
 from v4tree_plugins.packed_rows import pack_rows_kernel, row_bytes
 from v4tree_plugins.tree_attention import combine_kernel, tree_attention_kernel
@@ -29,6 +30,8 @@ SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 DTYPES = ("fp32", "fp16", "bf16")
 SCORE_GROUP, COMBINE_ROWS = 8, 4
 """Nodes that one program of the index score handles, and query rows of one of the combine."""
+MOE_COLUMNS = 1024
+"""Columns of a token that one program of the experts' combine adds."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,73 @@ def commit_variants(dtype: str) -> list[Variant]:
     return out
 
 
+@dataclass(frozen=True)
+class ExpertTile:
+    """Columns of a program of the experts' products, and how many inputs it multiplies at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def expert_tiles(dtype: str) -> tuple[ExpertTile, ...]:
+    """Tiles that fit, the first one the default; narrow ones give a single token's few lines more programs."""
+    if dtype == "fp32":
+        return (ExpertTile(32, 32, 4, 3), ExpertTile(64, 32, 4, 2))
+    return (ExpertTile(32, 128, 4, 4), ExpertTile(64, 64, 4, 4))
+
+
+def moe_align_variant(dtype: str, experts: int = 256, block: int = moe.BLOCK_M) -> Variant:
+    """The sort of pairs by expert, of the same types in every dtype."""
+    signature = {"ids": "*i64", "pairs": "i32", "lines": "i32", "table": "*i64"}
+    bins = triton.next_power_of_2(experts)
+    constants = {"EXPERTS": experts, "BINS": bins, "BLOCK_M": block, "CHUNK": moe.CHUNK}
+    return Variant(f"moe_align_{dtype}", moe.moe_align_kernel, signature, constants)
+
+
+def moe_fc1_variant(
+    dtype: str,
+    tile: ExpertTile,
+    hidden: int = 4096,
+    inner: int = 2048,
+    topk: int = 6,
+    limit: float = 10.0,
+    block: int = moe.BLOCK_M,
+) -> Variant:
+    """Gate and up rows of a line's expert, and the clamped SwiGLU."""
+    signature = {"x": f"*{dtype}", "table": "*i64", "weight": f"*{dtype}", "lines": "i32", "out": f"*{dtype}"}
+    constants = _expert_constants(tile, hidden, inner, block) | {"TOPK": topk, "LIMIT": limit}
+    return Variant(f"moe_fc1_{dtype}", moe.moe_fc1_kernel, signature, constants, tile.num_warps, tile.num_stages)
+
+
+def moe_fc2_variant(
+    dtype: str, tile: ExpertTile, hidden: int = 4096, inner: int = 2048, block: int = moe.BLOCK_M
+) -> Variant:
+    """Output rows of a line's expert."""
+    signature = {"act": f"*{dtype}", "table": "*i64", "weight": f"*{dtype}", "lines": "i32", "out": "*fp32"}
+    constants = _expert_constants(tile, hidden, inner, block)
+    return Variant(f"moe_fc2_{dtype}", moe.moe_fc2_kernel, signature, constants, tile.num_warps, tile.num_stages)
+
+
+def _expert_constants(tile: ExpertTile, hidden: int, inner: int, block: int) -> dict[str, Any]:
+    sizes = {"HIDDEN": hidden, "INNER": inner, "PRECISION": "tf32x3"}
+    return sizes | {"BLOCK_M": block, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+
+
+def moe_combine_variant(dtype: str, hidden: int = 4096, topk: int = 6) -> Variant:
+    signature = {"parts": "*fp32", "weights": "*fp32", "base": f"*{dtype}", "tokens": "i32", "out": f"*{dtype}"}
+    constants = {"TOPK": topk, "HIDDEN": hidden, "BLOCK": MOE_COLUMNS}
+    return Variant(f"moe_combine_{dtype}", moe.moe_combine_kernel, signature, constants)
+
+
+def moe_variants(dtype: str) -> list[Variant]:
+    """The experts of V4-Flash."""
+    tile = expert_tiles(dtype)[0]
+    products = [moe_fc1_variant(dtype, tile), moe_fc2_variant(dtype, tile)]
+    return [moe_align_variant(dtype), *products, moe_combine_variant(dtype)]
+
+
 FP8_TILE = Tile(16, 32, 8, 1)
 """Of the attention over packed rows, which are decoded in registers: 32 query rows spill."""
 
@@ -234,4 +304,5 @@ def variants(dtype: str, capability: int) -> list[Variant]:
         for packed in (False, True):
             out += [attention_variant(dtype, heads, tile, splits, packed=packed) for splits in (1, 16)]
         out.append(combine_variant(dtype, heads))
+    out += moe_variants(dtype)
     return out + (fp8_variants(dtype) if capability in FP8_CAPABILITIES and dtype != "fp32" else [])

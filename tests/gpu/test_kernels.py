@@ -14,6 +14,21 @@ from tests.plugins.test_commit import (
     test_fold_of_one_row_is_bit_exact,
     test_window_rows,
 )
+from tests.plugins.test_grouped_moe import (
+    any_case,
+    poison,
+    test_256_experts,
+    test_a_tokens_bits_do_not_depend_on_the_others,
+    test_lines,
+    test_more_pairs_than_are_sorted_at_a_time,
+    test_other_tiles,
+    test_routings,
+    test_the_limit_is_one_sided_for_the_gate,
+    test_what_is_no_number_stays_none,
+)
+from tests.plugins.test_grouped_moe import (
+    test_sizes as test_experts_of_any_size,
+)
 from tests.plugins.test_packed_rows import (
     test_a_committed_row_is_the_row_of_the_tree,
     test_commit_moves_bytes,
@@ -81,3 +96,20 @@ def test_attention_at_full_width(heads: int, splits: int, dtype: str) -> None:
         }
         check("csa", dtype, [1030, 129, 0], [8, 1, 16], heads=heads, dim=512, rope=64, splits=splits, **shape)
     check("hca", dtype, [900], [64], heads=heads, dim=512, rope=64, splits=splits, **shape)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_experts_at_full_width(tokens: int, dtype: str) -> None:
+    """Experts of V4-Flash's width, 16 of them, with every tile that the plugins offer."""
+    from v4tree_plugins import aot
+
+    case = any_case(dtype, tokens, 6, 16, (4096, 2048))
+    for tile in aot.expert_tiles(dtype):
+        shape = {
+            "block_n": tile.block_n,
+            "block_k": tile.block_k,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+        assert case.error(**shape) <= cases.TOLERANCE[dtype]

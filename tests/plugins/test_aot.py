@@ -21,7 +21,7 @@ NO_SPILLS = (90, 100)
 KERNELS = {
     "tree_pool_csa_512", "tree_pool_csa_128", "tree_pool_hca_512", "tree_index_score", "scatter_rows", "fold_csa", "fold_hca",
     *(f"tree_attention_h{h}_s{s}{masks}" for h in (64, 128) for s in (1, 16) for masks in ("", "_packed")),
-    "combine_h64_s16", "combine_h128_s16",
+    "combine_h64_s16", "combine_h128_s16", "moe_align", "moe_fc1", "moe_fc2", "moe_combine",
 }  # fmt: skip
 FP8_KERNELS = {
     "pack_rows",
