@@ -239,3 +239,97 @@ def tree_attention_combine_aot(
     code = _machine_code(aot.combine_variant, (_NAMES[like.dtype], heads, splits, dim, rope), capability)
     batch, nodes = like.shape_expr[0], like.shape_expr[1]
     return _launch(code, (trtp.cdiv(nodes * heads, aot.COMBINE_ROWS), batch), (nodes,))
+
+
+def _num_lines(pairs: trtp.ShapeExpr, experts: int, block: int) -> trtp.ShapeExpr:
+    """`grouped_moe.num_lines` of an expression."""
+    return (pairs + trtp.min(pairs, experts) * (block - 1)) // block
+
+
+@trtp.register("v4tree::moe_align")
+def moe_align(ids: Desc, experts: int, block: int, capability: int) -> Desc:
+    """ids [B, N, k] -> lines [L, 1 + block] of an expert and its pairs."""
+    pairs = ids.shape_expr[0] * ids.shape_expr[1] * ids.shape_expr[2]
+    return _tensor(trt.DataType.INT64, _num_lines(pairs, experts, block), 1 + block)
+
+
+@trtp.autotune("v4tree::moe_align")
+def moe_align_autotune(ids: Desc, outputs: Tuple[Desc]) -> List[trtp.AutoTuneCombination]:
+    return [trtp.AutoTuneCombination("INT64,INT64", "LINEAR", [1])]
+
+
+@trtp.aot_impl("v4tree::moe_align")
+def moe_align_aot(ids: Desc, experts: int, block: int, capability: int, outputs: Tuple[Desc], tactic: int) -> Launch:
+    code = _machine_code(aot.moe_align_variant, ("i64", experts, block), capability)
+    pairs = ids.shape_expr[0] * ids.shape_expr[1] * ids.shape_expr[2]
+    return _launch(code, (experts + 1,), (pairs, _num_lines(pairs, experts, block)))
+
+
+def _expert_grid(table: Desc, columns: int, tile: aot.ExpertTile) -> tuple[Dim, ...]:
+    return (trtp.max(table.shape_expr[0], 1), -(-columns // tile.block_n))
+
+
+@trtp.register("v4tree::moe_fc1")
+def moe_fc1(x: Desc, table: Desc, weight: Desc, topk: int, limit: float, capability: int) -> Desc:
+    """x [B, N, D], table [L, 1 + block], weight [E, 2I, D] with gate and up rows interleaved -> [B, N, topk, I]."""
+    return _tensor(x.dtype, x.shape_expr[0], x.shape_expr[1], topk, weight.shape_expr[1] // 2)
+
+
+@trtp.autotune("v4tree::moe_fc1")
+def moe_fc1_autotune(x: Desc, table: Desc, weight: Desc, outputs: Tuple[Desc]) -> List[trtp.AutoTuneCombination]:
+    return _combinations("A,INT64,A,A", len(aot.expert_tiles("bf16")))
+
+
+@trtp.aot_impl("v4tree::moe_fc1")
+def moe_fc1_aot(
+    x: Desc, table: Desc, weight: Desc, topk: int, limit: float, capability: int, outputs: Tuple[Desc], tactic: int
+) -> Launch:
+    dtype, block = _NAMES[x.dtype], _fixed(table.shape_expr[1], "the length of a line") - 1
+    tile = aot.expert_tiles(dtype)[max(tactic, 1) - 1]
+    hidden, inner = (_fixed(weight.shape_expr[axis], "the shape of an expert") for axis in (2, 1))
+    sizes = (hidden, inner // 2, topk, limit, block)
+    code = _machine_code(aot.moe_fc1_variant, (dtype, tile, *sizes), capability)
+    return _launch(code, _expert_grid(table, inner // 2, tile), (table.shape_expr[0],))
+
+
+@trtp.register("v4tree::moe_fc2")
+def moe_fc2(act: Desc, table: Desc, weight: Desc, capability: int) -> Desc:
+    """act [B, N, k, I], table [L, 1 + block], weight [E, D, I] -> fp32 [B, N, k, D]."""
+    return _tensor(trt.DataType.FLOAT, *(act.shape_expr[axis] for axis in range(3)), weight.shape_expr[1])
+
+
+@trtp.autotune("v4tree::moe_fc2")
+def moe_fc2_autotune(act: Desc, table: Desc, weight: Desc, outputs: Tuple[Desc]) -> List[trtp.AutoTuneCombination]:
+    return _combinations("A,INT64,A,FP32", len(aot.expert_tiles("bf16")))
+
+
+@trtp.aot_impl("v4tree::moe_fc2")
+def moe_fc2_aot(act: Desc, table: Desc, weight: Desc, capability: int, outputs: Tuple[Desc], tactic: int) -> Launch:
+    dtype, block = _NAMES[act.dtype], _fixed(table.shape_expr[1], "the length of a line") - 1
+    tile = aot.expert_tiles(dtype)[max(tactic, 1) - 1]
+    hidden, inner = (_fixed(weight.shape_expr[axis], "the shape of an expert") for axis in (1, 2))
+    code = _machine_code(aot.moe_fc2_variant, (dtype, tile, hidden, inner, block), capability)
+    return _launch(code, _expert_grid(table, hidden, tile), (table.shape_expr[0],))
+
+
+@trtp.register("v4tree::moe_combine")
+def moe_combine(parts: Desc, weights: Desc, base: Desc, capability: int) -> Desc:
+    """base [B, N, D] plus parts [B, N, k, D] by weights [B, N, k] over their sum."""
+    return base.like()
+
+
+@trtp.autotune("v4tree::moe_combine")
+def moe_combine_autotune(
+    parts: Desc, weights: Desc, base: Desc, outputs: Tuple[Desc]
+) -> List[trtp.AutoTuneCombination]:
+    return _combinations("FP32,FP32,A,A", 1)
+
+
+@trtp.aot_impl("v4tree::moe_combine")
+def moe_combine_aot(
+    parts: Desc, weights: Desc, base: Desc, capability: int, outputs: Tuple[Desc], tactic: int
+) -> Launch:
+    topk, hidden = (_fixed(parts.shape_expr[axis], "the shape of a token's parts") for axis in (2, 3))
+    code = _machine_code(aot.moe_combine_variant, (_NAMES[base.dtype], hidden, topk), capability)
+    tokens = base.shape_expr[0] * base.shape_expr[1]
+    return _launch(code, (trtp.max(tokens, 1), -(-hidden // aot.MOE_COLUMNS)), (tokens,))

@@ -19,10 +19,11 @@ pytestmark = [
 @pytest.mark.parametrize(("dtype", "name"), [("float16", "HALF"), ("bfloat16", "BF16")])
 def test_every_node_of_a_typed_network(dtype: str, name: str) -> None:
     found = json.loads(run_module("tests.plugins.graph_report", dtype).splitlines()[-1])
-    assert {entry["node"] for entry in found} == {"tree_attention", "tree_pool", "tree_index_score"}
-    assert len(found) >= 6
+    kinds = {"moe_align": "INT64", "moe_fc2": "FLOAT", "tree_index_score": "FLOAT"}
+    assert {entry["node"] for entry in found} == {*kinds, "tree_attention", "tree_pool", "moe_fc1", "moe_combine"}
+    assert len(found) >= 10
     for entry in found:
         [(kind, shape)] = entry["outputs"]
-        assert kind == ("FLOAT" if entry["node"] == "tree_index_score" else name)
+        assert kind == kinds.get(entry["node"], name)
         assert all(size > 0 for size in shape) and entry["elf"] and entry["code_bytes"] > 1000
         assert all(entry["launch"][f"grid_{axis}"] > 0 for axis in "xyz")

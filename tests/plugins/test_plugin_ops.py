@@ -7,6 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 from onnxscript._internal import builder as _builder
+from v4tree_plugins import grouped_moe
 
 from tests.plugins.quick_report import CASES, ir_type
 from trtllm_v4tree.compiler import plugin_ops
@@ -49,7 +50,7 @@ def test_nodes_match_the_plugins(splits: int) -> None:
 
 
 def test_the_whole_target_step_uses_the_plugins() -> None:
-    """Every layer's attention, every compressor's pool and every indexer is a plugin node (v4-nano, sparse)."""
+    """Every layer's attention and experts, every compressor's pool and every indexer are plugin nodes (v4-nano, sparse)."""
     config = ModelConfig.from_pretrained(NANO)
     sizes = EngineSizes.make(config, max_batch_size=2, max_seq_len=4096, max_verify_tokens=8, prefill_chunk=64)
     model = graphs.target_step(config, sizes, PluginOps(90))
@@ -57,6 +58,15 @@ def test_the_whole_target_step_uses_the_plugins() -> None:
     assert kinds.count("tree_attention") == config.num_layers
     assert kinds.count("tree_pool") == 2 * sizes.num_csa + sizes.num_hca
     assert kinds.count("tree_index_score") == sizes.num_csa
+    for kind in ("moe_align", "moe_fc1", "moe_fc2", "moe_combine"):
+        assert kinds.count(kind) == config.num_layers
+    experts = {name for name in model.graph.initializers if name.endswith((".fc1", ".fc2"))}
+    products = [node for node in model.graph if node.domain == "v4tree" and node.op_type in ("moe_fc1", "moe_fc2")]
+    assert {node.inputs[2].name for node in products if node.inputs[2]} == experts and len(experts) == len(products)
+
+
+def test_lines_of_experts_are_as_long_as_the_kernels() -> None:
+    assert plugin_ops.EXPERT_LINE == grouped_moe.BLOCK_M
 
 
 @pytest.mark.parametrize("options", [(75, "float32", 8), (90, "int8", 8), (90, "bfloat16", 65)])

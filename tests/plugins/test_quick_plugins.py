@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     frontend.bindings_folder() is None, reason="pip install --no-deps tensorrt-cu13-bindings"
 )
 B, N, H, D, E, M = 2, 6, 64, 512, 70, 3
-ROWS = N * H
+ROWS, LINES = N * H, 6 * B * N
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,13 @@ EXPECTED: dict[str, tuple[list[list[Any]], list[int], list[int]]] = {
         [N, 128, E, M, 0],
     ),
     "tree_attention_combine": ([["BF16", [B, N, H, D]]], [ROWS // 4, B, 1], [N]),
+    "moe_align": ([["INT64", [LINES, 17]]], [257, 1, 1], [LINES, LINES]),
+    "moe_fc1": ([["BF16", [B, N, 6, 2048]]], [LINES, 64, 1], [LINES]),
+    "moe_fc2": ([["FLOAT", [B, N, 6, 4096]]], [LINES, 128, 1], [LINES]),
+    "moe_combine": ([["BF16", [B, N, 4096]]], [B * N, 4, 1], [B * N]),
 }
+COMBINATIONS = {"tree_attention": 6, "tree_attention packed": 6, "tree_attention_split": 6, "moe_align": 1}
+"""Of dtypes, where they are not one for each dtype of the activations."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -44,6 +50,6 @@ def test_plugin(name: str, report: dict[str, dict[str, Any]]) -> None:
     assert got["outputs"] == outputs
     assert [got["launch"][f"grid_{axis}"] for axis in "xyz"] == grid
     assert got["scalars"] == scalars
-    assert got["combinations"] == (6 if "attention" in name and "combine" not in name else 3) and got["tactics"][0] == 1
+    assert got["combinations"] == COMBINATIONS.get(name, 3) and got["tactics"][0] == 1
     assert got["elf"] and got["launch"]["block_x"] in (128, 256)
     assert got["launch"]["shared_mem"] <= 232_448

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript._internal import builder as _builder
 
 from trtllm_v4tree.compiler.plugin_ops import NODES
-from trtllm_v4tree.network.ops import DOMAIN, OPSET, Op, Rope, V4TreeOps, Value, i64
+from trtllm_v4tree.network.ops import DOMAIN, OPSET, Op, Rope, V4TreeOps, Value, const, i64
 
 Body = Callable[[V4TreeOps, Op, ir.Node, Sequence[Value]], Value]
 
@@ -86,8 +87,80 @@ def _tree_attention(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Valu
     return op.Reshape(ops.rope(op, out, cos, op.Neg(sin), heads, 2 * _size(node, "cos", 2)), i64(op, 0, 0, heads, dim))
 
 
+def _moe_align(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> Value:
+    """A pair's place is the first line of its expert and its rank among the expert's pairs."""
+    experts, block = (node.attributes[name].as_int() for name in ("experts", "block"))
+    ids = op.Reshape(values[0], i64(op, -1))
+    pairs, one = op.Shape(ids), i64(op, 1)
+    chosen = op.OneHot(ids, i64(op, experts), i64(op, 0, 1), axis=-1)
+    counts = op.ReduceSum(chosen, i64(op, 0), keepdims=0)
+    ends = op.CumSum(op.Div(op.Add(counts, i64(op, block - 1)), i64(op, block)), const(op, np.array(0, np.int64)))
+    first = op.Mul(op.Sub(ends, op.Div(op.Add(counts, i64(op, block - 1)), i64(op, block))), i64(op, block))
+    rank = op.ReduceSum(op.Mul(op.CumSum(chosen, const(op, np.array(0, np.int64))), chosen), i64(op, 1), keepdims=0)
+    place = op.Sub(op.Add(op.Gather(first, ids, axis=0), rank), one)
+    most = op.Mul(op.Min(pairs, i64(op, experts)), i64(op, block - 1))
+    lines = op.Div(op.Add(pairs, most), i64(op, block))
+    nobody = op.Expand(i64(op, -1), op.Mul(lines, i64(op, block)))
+    rows = op.ScatterND(nobody, op.Unsqueeze(place, i64(op, -1)), _count(op, pairs))
+    line = op.Unsqueeze(_count(op, lines), i64(op, -1))
+    expert = op.ReduceSum(op.Cast(op.GreaterOrEqual(line, ends), to=7), i64(op, 1), keepdims=1)
+    expert = op.Where(op.Equal(expert, i64(op, experts)), i64(op, -1), expert)
+    return op.Concat(expert, op.Reshape(rows, i64(op, -1, block)), axis=1)
+
+
+def _count(op: Op, count: Value) -> Value:
+    """0, 1, .. up to count [1]."""
+    return op.Range(const(op, np.array(0, np.int64)), op.Squeeze(count), const(op, np.array(1, np.int64)))
+
+
+def _pairs_by_expert(op: Op, hidden: Value, table: Value, row: Value) -> Value:
+    """Of products hidden [E, R, O] of all rows with all experts, for every pair its own: row [P] of the expert that table names."""
+    pairs = op.Shape(row)
+    owner = op.Slice(table, i64(op, 0), i64(op, 1), i64(op, 1))
+    named = op.Slice(table, i64(op, 1), i64(op, 1 << 30), i64(op, 1))
+    place = op.Where(op.Less(named, i64(op, 0)), pairs, named)
+    experts = op.ScatterND(
+        op.Expand(i64(op, 0), op.Add(pairs, i64(op, 1))),
+        op.Unsqueeze(op.Reshape(place, i64(op, -1)), i64(op, -1)),
+        op.Reshape(op.Expand(owner, op.Shape(named)), i64(op, -1)),
+    )
+    expert = op.Slice(experts, i64(op, 0), pairs, i64(op, 0))
+    both = op.Concat(op.Unsqueeze(expert, i64(op, -1)), op.Unsqueeze(row, i64(op, -1)), axis=1)
+    return op.GatherND(hidden, both)
+
+
+def _moe_fc1(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> Value:
+    x, table, weight = values
+    topk, limit = node.attributes["topk"].as_int(), node.attributes["limit"].as_float()
+    rows = op.Reshape(x, i64(op, 1, -1, _size(node, "x", 2)))
+    hidden = op.MatMul(rows, op.Transpose(weight, perm=[0, 2, 1]))
+    pairs = _count(op, op.Mul(op.Shape(rows, start=1, end=2), i64(op, topk)))
+    own = op.Reshape(_pairs_by_expert(op, hidden, table, op.Div(pairs, i64(op, topk))), i64(op, 0, -1, 2))
+    gate, up = (op.Squeeze(half, i64(op, -1)) for half in op.Split(own, num_outputs=2, axis=-1, _outputs=2))
+    shape = op.Concat(op.Shape(x, start=0, end=2), i64(op, topk, _size(node, "weight", 1) // 2), axis=0)
+    return op.Reshape(ops.swiglu(op, gate, up, limit), shape)
+
+
+def _moe_fc2(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> Value:
+    act, table, weight = values
+    rows = op.Reshape(act, i64(op, 1, -1, _size(node, "act", 3)))
+    hidden = op.MatMul(rows, op.Transpose(weight, perm=[0, 2, 1]))
+    own = _pairs_by_expert(op, hidden, table, _count(op, op.Shape(rows, start=1, end=2)))
+    return op.Reshape(own, op.Concat(op.Shape(act, start=0, end=3), i64(op, _size(node, "weight", 1)), axis=0))
+
+
+def _moe_combine(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> Value:
+    parts, weights, base = values
+    share = op.Unsqueeze(ops.shares(op, weights), i64(op, -1))
+    return op.Add(op.ReduceSum(op.Mul(parts, share), i64(op, 2), keepdims=0), base)
+
+
 _BODIES: dict[str, Body] = {
     "tree_pool": _tree_pool,
     "tree_index_score": _tree_index_score,
     "tree_attention": _tree_attention,
+    "moe_align": _moe_align,
+    "moe_fc1": _moe_fc1,
+    "moe_fc2": _moe_fc2,
+    "moe_combine": _moe_combine,
 }

@@ -6,9 +6,11 @@ The plugins read keys and pooled rows where they lie, so they take the sources a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
@@ -18,6 +20,8 @@ from trtllm_v4tree.network.ops import DOMAIN, AttentionDims, KeySources, NodeRow
 CAPABILITIES = (80, 90, 100, 120)
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_VERIFY_TOKENS = 64
+EXPERT_LINE = 16
+"""Pairs of a token and an expert that a program of the experts' products takes together."""
 
 _KEYS = ("window", "window_rows", "nodes", "node_mask", "entries", "entry_rows", "branch", "entry_mask")
 NODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -26,6 +30,10 @@ NODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tree_attention": (("q", *_KEYS, "sink", "cos", "sin"), ("capability",)),
     "tree_attention_split": (("q", *_KEYS, "sink", "cos", "sin"), ("splits", "capability")),
     "tree_attention_combine": (("partial", "part_max", "part_sum", "sink", "cos", "sin", "like"), ("capability",)),
+    "moe_align": (("ids",), ("experts", "block", "capability")),
+    "moe_fc1": (("x", "table", "weight"), ("topk", "limit", "capability")),
+    "moe_fc2": (("act", "table", "weight"), ("capability",)),
+    "moe_combine": (("parts", "weights", "base"), ("capability",)),
 }
 """Inputs and attributes of every plugin, in order."""
 _SOURCES = "AAIAFAIAFFFF"
@@ -35,6 +43,10 @@ TYPES: dict[str, tuple[str, str]] = {
     "tree_attention": (_SOURCES, "A"),
     "tree_attention_split": (_SOURCES, "FFF"),
     "tree_attention_combine": ("FFFFFFA", "A"),
+    "moe_align": ("I", "I"),
+    "moe_fc1": ("AIA", "A"),
+    "moe_fc2": ("AIA", "F"),
+    "moe_combine": ("FFA", "A"),
 }
 """Types of every plugin's inputs and outputs: A activations, F float32, I int64."""
 
@@ -70,10 +82,9 @@ class PluginOps(TensorRtOps):
         plugin = {"plugin_namespace": DOMAIN, "plugin_version": "1"}
         made = getattr(op, name)(*values, **known, **plugin, _domain=DOMAIN, _outputs=outputs)
         if outputs == 1:
-            made.type, made.shape = (
-                ir.TensorType(ir.DataType.FLOAT),
-                _shape(name, dict(zip(inputs, values, strict=True))),
-            )
+            kind = ir.DataType.INT64 if TYPES[name][1] == "I" else ir.DataType.FLOAT
+            shape = _shape(name, dict(zip(inputs, values, strict=True)), attributes)
+            made.type, made.shape = ir.TensorType(kind), shape
         return made
 
     def pool(
@@ -110,14 +121,36 @@ class PluginOps(TensorRtOps):
         flat.type, flat.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([None, None, dims.query_width])
         return flat
 
+    def add_experts(
+        self, op: Op, x: Value, base: Value, expert_ids: Value, weights: Value, fc1: Value, fc2: Value, num_experts: int,
+        topk: int, limit: float,
+    ) -> Value:  # fmt: skip
+        """Every expert with its own tokens, those of a few experts among 256 while decoding; the weights as they are stored."""
+        table = self._node(op, "moe_align", (expert_ids,), experts=num_experts, block=EXPERT_LINE)
+        most = min(limit, float(np.finfo(np.float32).max))
+        act = self._node(op, "moe_fc1", (x, table, fc1), topk=topk, limit=most)
+        parts = self._node(op, "moe_fc2", (act, table, fc2))
+        return self._node(op, "moe_combine", (parts, weights, base))
 
-def _shape(name: str, operands: dict[str, Value]) -> ir.Shape | None:
-    """Shape of a plugin's output from those of its operands, as the plugin derives it; the split's outputs are left open."""
-    if name == "tree_pool":
-        table, norm = operands["table"].shape, operands["norm"].shape
-        return None if table is None or norm is None else ir.Shape([table[0], table[1], norm[0]])
-    like = operands[{"tree_index_score": "mask", "tree_attention": "q"}.get(name, "like")].shape
-    return None if like is None else ir.Shape(list(like))
+
+Dims = list[Any]
+_SHAPES: dict[str, Callable[[dict[str, Dims], dict[str, Any]], Dims]] = {
+    "tree_pool": lambda of, _: [*of["table"][:2], of["norm"][0]],
+    "tree_index_score": lambda of, _: of["mask"],
+    "tree_attention": lambda of, _: of["q"],
+    "tree_attention_combine": lambda of, _: of["like"],
+    "moe_align": lambda _, given: [None, 1 + given["block"]],
+    "moe_fc1": lambda of, given: [*of["x"][:2], given["topk"], int(str(of["weight"][1])) // 2],
+    "moe_fc2": lambda of, _: [*of["act"][:3], of["weight"][1]],
+    "moe_combine": lambda of, _: of["base"],
+}
+"""Shape of a plugin's output from those of its operands and its attributes, as the plugin derives it."""
+
+
+def _shape(name: str, operands: dict[str, Value], attributes: dict[str, Any]) -> ir.Shape | None:
+    """None where the shape of an operand is unknown."""
+    known = {operand: list(value.shape) for operand, value in operands.items() if value.shape is not None}
+    return ir.Shape(_SHAPES[name](known, attributes)) if len(known) == len(operands) else None
 
 
 def _without_entries(op: Op, keys: KeySources) -> KeySources:

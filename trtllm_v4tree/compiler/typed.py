@@ -150,7 +150,8 @@ class _Typing:
             if letter in kinds:
                 self._feed(node, index, kinds[letter])
         for value, letter in zip(node.outputs, outputs, strict=True):
-            self._set(value, kinds[letter])
+            if letter in kinds:
+                self._set(value, kinds[letter])
 
     def _compute(self, node: ir.Node, dtype: ir.DataType) -> None:
         """All floating-point inputs and outputs in one type; TopK's second output and Shape's are integers."""

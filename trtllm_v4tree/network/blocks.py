@@ -144,10 +144,9 @@ class MixtureOfExperts(nn.Module):
             out = self.ops.grouped_moe(op, rows, shared, ids, weights, [e(op) for e in self.experts], c.swiglu_limit)
             return op.Reshape(out, op.Concat(op.Shape(token_ids), i64(op, c.hidden_size), axis=0))
         ids, weights, shared = self._inputs(op, x, token_ids)
-        routed = self.ops.moe(
-            op, x, ids, weights, self.fc1, self.fc2, c.num_experts, c.num_experts_per_tok, c.swiglu_limit
+        return self.ops.add_experts(
+            op, x, shared, ids, weights, self.fc1, self.fc2, c.num_experts, c.num_experts_per_tok, c.swiglu_limit
         )
-        return op.Add(routed, shared)
 
     def _inputs(self, op: Op, x: Value, token_ids: Value) -> tuple[Value, Value, Value]:
         """x [.., D] -> expert ids and weights [.., k], shared expert [.., D]; router and shared expert read x in one product, or two."""

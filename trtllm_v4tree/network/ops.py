@@ -248,6 +248,13 @@ class V4TreeOps:
         act = op.Mul(act, op.Unsqueeze(op.Transpose(share, perm=[0, 2, 1]), i64(op, -1)))
         return op.ReduceSum(op.MatMul(act, op.Transpose(fc2, perm=[0, 2, 1])), i64(op, 1), keepdims=0)
 
+    def add_experts(
+        self, op: Op, x: Value, base: Value, expert_ids: Value, weights: Value, fc1: Value, fc2: Value, num_experts: int,
+        topk: int, limit: float,
+    ) -> Value:  # fmt: skip
+        """`moe` plus `base` [B, N, D]."""
+        return op.Add(self.moe(op, x, expert_ids, weights, fc1, fc2, num_experts, topk, limit), base)
+
     def grouped_moe(
         self,
         op: Op,
