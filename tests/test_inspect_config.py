@@ -247,7 +247,8 @@ def test_tables(config_file: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("COLUMNS", "140")
     ran = run(capfd, "inspect", "--config", config_file)
     assert ran.status == 0
-    for text in ("1 x 1,024 tokens", "target_step", "FP8 linears", "packed FP8, FP4 index", "no weight was read"):
+    texts = ("1 x 1,024 tokens", "target_step", "FP8 linears", "packed FP8, FP4 index", "no weight was read")
+    for text in (*texts, "2 of 6 that it chose", "(3 times the work)"):
         assert text in ran.out
 
 

@@ -103,6 +103,7 @@ def facts(dry: Dry) -> dict[str, Any]:
         "sizes": sizes.to_dict(),
         "parameters": dict(zip(("trunk", "drafter"), num_parameters(config), strict=True)),
         "nodes": dry.built.nodes,
+        "experts_per_token": {"tensorrt": config.num_experts_per_tok, "tensorrt-rtx": config.num_experts},
         "weights": {
             "checkpoint": {kind: dataclasses.asdict(stored) for kind, stored in checkpoint_bytes(config).items()},
             "engine_float32": dry.built.weight_bytes(4),
@@ -137,8 +138,18 @@ def show(dry: Dry) -> None:
     )
     for table in (_nodes(dry), _weights(dry), _state(dry)):
         console.print(table)
+    console.print(_experts(c))
     console.print(
         f"dry build: no weight was read, {dry.seconds:.1f} s, peak memory of the process {_size(dry.peak_bytes)}"
+    )
+
+
+def _experts(config: ModelConfig) -> str:
+    """Which targets multiply a token with more experts than it chose."""
+    chosen, count = config.num_experts_per_tok, config.num_experts
+    return (
+        f"experts: a token is multiplied with the {chosen} of {count} that it chose, in tensorrt-rtx, which has no plugins, with "
+        f"all of them ({count / chosen:.3g} times the work)"
     )
 
 
