@@ -7,13 +7,16 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,20 +213,133 @@ def test_a_fault_in_the_engine_ends_its_batch_and_the_server_goes_on(
     assert server.stop() == 0
 
 
-def test_a_lost_engine_process_ends_the_server(start: Callable[..., Server]) -> None:
-    """SIGKILL of the process that owns the engine: running requests get UNAVAILABLE, and the server ends with a message, since
-    Triton would go on saying that it is ready."""
+def _owner(server: Server) -> int:
+    (pid,) = [p for p in server.children() if f"models/{launch.OWNER_MODEL}" in Path(f"/proc/{p}/cmdline").read_text()]
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "SIGKILL (Killed)"), (signal.SIGSEGV, "SIGSEGV (Segmentation fault)")]
+)
+def test_a_lost_engine_process_ends_the_server(start: Callable[..., Server], number: int, words: str) -> None:
+    """Running requests get UNAVAILABLE, and the server ends with a message that says how the process ended, since Triton would go
+    on saying that it is ready."""
     server = start()
-    owners = [p for p in server.children() if f"models/{launch.OWNER_MODEL}" in Path(f"/proc/{p}/cmdline").read_text()]
+    owner = _owner(server)
     with server.grpc() as client:
         results = stream(client, "ensemble", tensors(**LONG))
         next(results)
-        for pid in owners:
-            os.kill(pid, signal.SIGKILL)
+        os.kill(owner, number)
         with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
             list(results)
     assert server.process.wait(timeout=60) == 1
-    assert "the engine's process ended" in server.log.read_text()
+    log = _words(server)
+    assert f"the engine's process ended: process {owner}, by {words}" in log
+    assert number == signal.SIGKILL or ("Fatal Python error" in log and "loop.py" in log)
+
+
+def _words(server: Server) -> str:
+    """The log without its line breaks, which depend on the width of a terminal."""
+    return " ".join(server.log.read_text(errors="replace").split())
+
+
+_HANGING = """
+import sys
+from trtllm_v4tree.cli import serve
+from trtllm_v4tree.serving import launch
+serve.ANSWER_S = 3.0
+real = launch.prepare_repository
+HANG = '''
+import ctypes, os
+from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
+_target = OnnxRuntimeExecutor.target
+def target(self, feeds):
+    if os.path.exists({path!r}):
+        ctypes.PyDLL(None).sleep(120)
+    return _target(self, feeds)
+OnnxRuntimeExecutor.target = target
+'''
+def prepare(target, parameters):
+    repository = real(target, parameters)
+    model = repository / "tensorrt_llm" / "1" / "model.py"
+    model.write_text(model.read_text() + HANG.format(path=sys.argv[1]))
+    return repository
+launch.prepare_repository = prepare
+from trtllm_v4tree.cli.main import run
+run(sys.argv[2:])
+"""
+
+
+def test_an_engine_process_that_hangs_shows_where_and_ends_the_server(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """A call that keeps Python's lock for ever."""
+    flag = tmp_path / "hang"
+    server = start(command=[sys.executable, "-c", _HANGING, str(flag), "serve"])
+    owner = _owner(server)
+    assert _short(server)
+    flag.touch()
+    with server.grpc() as client, pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+        list(stream(client, "ensemble", tensors(**LONG)))
+    assert server.process.wait(timeout=60) == 1
+    log = _words(server)
+    assert f"the engine's process ({owner}) did not answer within 3 s" in log and "in target" in log
+
+
+def test_the_end_of_tritonserver_is_told_as_its_own(start: Callable[..., Server]) -> None:
+    server = start()
+    (triton,) = [p for p in server.children() if Path(f"/proc/{p}/comm").read_text().startswith("tritonserver")]
+    os.kill(triton, signal.SIGKILL)
+    assert server.process.wait(timeout=60) == 1
+    assert f"tritonserver (process {triton}) ended by SIGKILL (Killed)" in _words(server)
+
+
+def test_a_stopped_server_leaves_nothing(start: Callable[..., Server]) -> None:
+    """No process crashes on its way out, Triton waits for nothing, and no shared memory stays."""
+    server = start()
+    assert _short(server)
+    server.metrics()
+    os.kill(_owner(server), signal.SIGTERM)  # as a service manager does that signals every process
+    memory = f"v4tree_{server.process.pid}_*"
+    assert list(Path("/dev/shm").glob(memory))
+    assert server.stop() == 0
+    log = server.log.read_text(errors="replace")
+    assert "Fatal Python error" not in log and "Exit timeout expired" not in log
+    assert not list(Path("/dev/shm").glob(memory))
+
+
+def test_a_server_that_stops_amid_short_lived_clients_leaves_nothing(start: Callable[..., Server]) -> None:
+    """Clients that end, cancel or vanish after a few chunks, and SIGTERM while they come: no process crashes."""
+    server = start("--grace_seconds", "5")
+    stopping, served = threading.Event(), Counter[str]()
+
+    def client(number: int) -> None:
+        chance = random.Random(number)
+        while not stopping.is_set():
+            inputs = {**LONG, "max_tokens": chance.choice((1, 2, 8, 64))}
+            connection = server.grpc()
+            results = stream(connection, "ensemble", tensors(**inputs))
+            with contextlib.suppress(InferenceServerException):  # the server stops
+                for count, _ in enumerate(results):
+                    if count == chance.choice((0, 1, 100)):
+                        break
+                served["asked"] += 1
+            if chance.random() < 0.5:
+                results.close()
+            connection.close()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(client, i) for i in range(8)]
+        time.sleep(8.0)
+        server.terminate()
+        time.sleep(0.5)
+        stopping.set()
+        for done in running:
+            done.result(timeout=120)
+    assert server.stop() == 0 and served["asked"] > 50
+    log = server.log.read_text(errors="replace")
+    assert "Fatal Python error" not in log and "terminate called" not in log
+    assert not list(Path("/dev/shm").glob(f"v4tree_{server.process.pid}_*"))
 
 
 def test_sigkill_of_the_server_leaves_no_process(start: Callable[..., Server]) -> None:

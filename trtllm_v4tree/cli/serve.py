@@ -7,6 +7,8 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from trtllm_v4tree.serving.remote import RemoteLoop
 
 WATCH_S = 1.0
+ANSWER_S = 60.0  # the longest that a busy engine's process takes to answer
 KEY_VARIABLE = "V4TREE_API_KEY"
 
 
@@ -119,6 +122,8 @@ def serve(
             app = openai_server.make_app(engine_dir, name, socket, key, max_body_bytes, max_request_seconds or None)
         asyncio.run(_until_stopped(process, remote, endpoints, app, openai_port, grace_seconds))
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # a second one would leave Triton's processes and memory behind
         if process is not None:
             process.stop(20.0)
         shutil.rmtree(cache, ignore_errors=True)
@@ -143,14 +148,15 @@ async def _until_stopped(
         from trtllm_v4tree.serving import openai_server
 
         server = await openai_server.start(app, endpoints.host, openai_port, grace_s)
+    await asyncio.to_thread(_alive, remote)  # from here on the engine's process is known
     _announce(endpoints, openai_port)
     while not stopping.is_set():
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stopping.wait(), WATCH_S)
         if process.process.poll() is not None:
-            raise LaunchError(f"tritonserver ended with status {process.process.returncode}; its messages are above.")
+            raise LaunchError(f"{process.ending()}; its messages are above.")
         if not stopping.is_set() and not await asyncio.to_thread(_alive, remote):
-            raise LaunchError("the engine's process ended, and Triton does not start it again: start the server again.")
+            raise LaunchError(await asyncio.to_thread(_what_ended, process, remote.owner_pid))
     stderr.print(f"stopping: running requests have {grace_s} s to end")
     ended = await asyncio.to_thread(remote.drain, grace_s)
     if server is not None:
@@ -159,12 +165,33 @@ async def _until_stopped(
 
 
 def _alive(remote: RemoteLoop) -> bool:
-    """Whether the engine's process answers; a busy one has time."""
-    try:
-        remote.stats(timeout_s=60.0)
-    except ServingError:
-        return False
-    return True
+    """Whether the engine's process answers; a busy one has time, and a connection that was lost is made again once."""
+    for _ in range(2):
+        try:
+            remote.stats(timeout_s=ANSWER_S)
+            return True
+        except ServingError:
+            if remote.connected:  # the process did not answer
+                return False
+    return False
+
+
+def _what_ended(process: TritonProcess, owner: int | None) -> str:
+    """What a user must know about an engine's process that does not answer. One that hangs is made to show what it does, and ends."""
+    from trtllm_v4tree.serving import endings
+
+    again = "Triton does not start it again: start the server again."
+    if owner is None:
+        return f"the engine's process ended, and {again}"
+    if endings.running(owner):
+        os.kill(owner, signal.SIGABRT)
+        time.sleep(1.0)
+        return f"the engine's process ({owner}) did not answer within {ANSWER_S:g} s and was ended; what its threads did is above. {again}"
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it ends when Triton is gone
+        process.process.wait(timeout=0.0 if endings.other_ending(owner) else 3.0)
+        return f"{process.ending()}, and the engine's process with it; their messages are above."
+    how = endings.other_ending(owner) or "in a way that the system does not tell"
+    return f"the engine's process ended: process {owner}, {how}; its last messages are above. {again}"
 
 
 def _announce(endpoints: Endpoints, openai_port: int | None) -> None:

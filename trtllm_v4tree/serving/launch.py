@@ -20,6 +20,7 @@ from importlib import util
 from pathlib import Path
 
 from trtllm_v4tree.errors import ConfigError, V4TreeError
+from trtllm_v4tree.serving.endings import ending
 from trtllm_v4tree.serving.wire import private_directory
 
 MODELS = ("tensorrt_llm", "ensemble", "ensemble_unary")
@@ -125,7 +126,8 @@ def cache_directory() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtllm_v4tree"
     private_directory(root)
     for old in root.glob("serve-*"):
-        if not _alive(int(old.name.rpartition("-")[2])):
+        if not _alive(pid := int(old.name.rpartition("-")[2])):
+            _remove_memory(pid)
             shutil.rmtree(old, ignore_errors=True)
     return private_directory(root / f"serve-{os.getpid()}")
 
@@ -172,6 +174,7 @@ class TritonProcess:
             f"--metrics-address={e.host}", f"--metrics-port={e.metrics_port}",
             f"--http-restricted-api={key}", f"--grpc-restricted-protocol={key}",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+            f"--backend-config=python,shm-region-prefix-name={_memory_prefix(os.getpid())}",
             f"--log-info={'true' if verbose else 'false'}",
         ]  # fmt: skip
         self.process = subprocess.Popen(
@@ -195,12 +198,14 @@ class TritonProcess:
         deadline = time.monotonic() + timeout_s
         while not self.ready():
             if self.process.poll() is not None:
-                raise LaunchError(
-                    f"tritonserver ended with status {self.process.returncode} before it was ready; its messages are above."
-                )
+                raise LaunchError(f"{self.ending()} before it was ready; its messages are above.")
             if time.monotonic() > deadline:
                 raise LaunchError(f"tritonserver was not ready after {timeout_s:g} s.")
             time.sleep(0.1)
+
+    def ending(self) -> str:
+        """How it ended, once `process.poll()` says that it has."""
+        return f"tritonserver (process {self.process.pid}) ended {ending(self.process.returncode)}"
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, then SIGKILL to what is left of its session."""
@@ -211,6 +216,18 @@ class TritonProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        _remove_memory(os.getpid())
+
+
+def _memory_prefix(pid: int) -> str:
+    """How the shared memory of the python backend is named for the server that `v4tree serve` runs as process `pid`."""
+    return f"v4tree_{pid}_"
+
+
+def _remove_memory(pid: int) -> None:
+    """Triton leaves shared memory behind when it ends in a hurry; a container has 64 MB of it."""
+    for region in Path("/dev/shm").glob(f"{_memory_prefix(pid)}*"):
+        region.unlink(missing_ok=True)
 
 
 def _end_with_parent() -> None:

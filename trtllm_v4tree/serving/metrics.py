@@ -57,8 +57,19 @@ class Exporter:
         self._thread.start()
 
     def close(self) -> None:
+        """Ends the copying and gives the metrics back to Triton; to be called from `finalize`.
+
+        Metrics that are still referred to when the stub process tears down crash it (triton-inference-server/server issue 8662): their
+        destructors ask a stub that is gone.
+        """
         self._stop.set()
         self._thread.join(timeout=5.0)
+        if self._thread.is_alive():
+            return  # it uses them
+        self._metrics.clear()
+        self._depths.clear()
+        del self._accepted_length, self._by_depth
+        self._families.clear()
 
     def _family(self, name: str, text: str, counter: bool) -> Any:
         kind = self._pb.MetricFamily.COUNTER if counter else self._pb.MetricFamily.GAUGE

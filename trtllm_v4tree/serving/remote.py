@@ -8,10 +8,10 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from trtllm_v4tree.serving import wire
+from trtllm_v4tree.serving import endings, wire
 from trtllm_v4tree.serving.events import Code, Event, ServingError, Submission, failure
 
 
@@ -43,6 +43,15 @@ class RemoteLoop:
             raise _unavailable("ended")
         return RemoteTicket(link, number)
 
+    @property
+    def connected(self) -> bool:
+        return self._link is not None and self._link.alive
+
+    @property
+    def owner_pid(self) -> int | None:
+        """The engine's process, as of the last connection."""
+        return None if self._link is None else self._link.owner_pid
+
     def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:
         return self._ask({"op": "stats"}, timeout_s)
 
@@ -59,12 +68,14 @@ class RemoteLoop:
         answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         link.replies[number] = answers.put
         link.tell({**message, "id": number})
+        if not link.alive and link.replies.pop(number, None) is not None:
+            raise _unavailable("ended")
         try:
             answer = answers.get(timeout=timeout_s)
-        except Exception:
-            answer = None
+        except Empty:
+            raise _unavailable(f"did not answer within {timeout_s:g} s") from None
         if answer is None:
-            raise _unavailable(f"did not answer within {timeout_s:g} s")
+            raise _unavailable("closed the connection")
         return answer
 
     def _connected(self) -> _Link:
@@ -84,6 +95,7 @@ class _Link:
         except OSError as error:
             self.socket.close()
             raise _unavailable(f"is not reachable ({error.strerror})") from error
+        self.owner_pid = endings.peer_pid(self.socket)
         self.handlers: dict[int, Callable[[Event], None]] = {}
         self.replies: dict[int, Callable[[dict[str, Any] | None], None]] = {}
         self.alive = True

@@ -7,8 +7,11 @@ message per stream and chunk through the server process), keeps typed errors, an
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,7 +26,7 @@ from numpy.typing import NDArray
 
 from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import ConfigError
-from trtllm_v4tree.serving import logs
+from trtllm_v4tree.serving import endings, logs
 from trtllm_v4tree.serving.events import Backend, Code, Event, ServingError, Ticket
 from trtllm_v4tree.serving.loop import EngineLoop
 from trtllm_v4tree.serving.metrics import Exporter
@@ -89,6 +92,13 @@ def _switch(given: dict[str, str], name: str, default: bool) -> bool:
     return text == "true"
 
 
+def _leave_the_end_to_triton() -> None:
+    """This process ends when Triton finalizes the model or is gone; the stub's own answer to SIGTERM, which a service manager may send to
+    every process, would skip `finalize`."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class TritonUtils(Protocol):
     """The part of triton_python_backend_utils that is used here."""
 
@@ -141,6 +151,8 @@ class _Model(ABC):
     def start(self, model_config: dict[str, Any]) -> None:
         self.settings = Settings.of(model_config)
         logs.configure(self.settings.log_level)
+        endings.show_crashes()
+        _leave_the_end_to_triton()
         self.limits = Limits.of(Manifest.read(self.settings.engine_dir))
         self.input_names = [i["name"] for i in model_config["input"]]
         self.decoupled = bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
@@ -258,7 +270,8 @@ class _Model(ABC):
     def _poll_cancelled(self) -> None:
         while not self._closing:
             if os.getppid() != self._server_pid:
-                os._exit(1)  # the server died without a word; nobody else would end this process
+                logs.log("server_gone", logging.ERROR, pid=self._server_pid)
+                os._exit(1)  # nobody else would end this process
             for live in list(self._live):
                 if live.ticket is not None and live.ask_cancelled():
                     live.ticket.cancel()
