@@ -99,6 +99,7 @@ class Manifest:
 
     `compute_capabilities` are those that every plan holds code for, e.g. SM89; empty for a target without plans.
     `cpu_kernels` are the operators of target onnxruntime, native or onnxruntime; empty for another target.
+    `draft_vocab_size` is how many tokens the drafter may propose; 0 in a manifest without one means all.
     """
 
     target: str
@@ -111,6 +112,7 @@ class Manifest:
     built_with: dict[str, str]
     compute_capabilities: tuple[str, ...] = ()
     cpu_kernels: str = "onnxruntime"
+    draft_vocab_size: int = 0
 
     def contracts(self) -> list[GraphContract]:
         """Inputs and outputs of every graph, in the order of `graph_stems`; plans have activations of the engine's dtype."""
@@ -126,6 +128,7 @@ class Manifest:
             "target": self.target,
             "dtype": self.dtype,
             "draft_dtype": self.draft_dtype,
+            "draft_vocab_size": self.draft_vocab_size,
             "cpu_kernels": self.cpu_kernels,
             "config": self.config.to_dict(),
             "sizes": self.sizes.to_dict(),
@@ -219,6 +222,7 @@ def _parsed(data: dict[str, Any]) -> Manifest:
         built_with=_texts(data, "built_with"),
         compute_capabilities=_parsed_capabilities(data) if target in PLAN_TARGETS else (),
         cpu_kernels=_get(data, "cpu_kernels", str),
+        draft_vocab_size=_get({"draft_vocab_size": 0, **data}, "draft_vocab_size", int),
     )
     if target in PLAN_TARGETS and data.get("contract") != json.loads(manifest.to_json())["contract"]:
         raise ValueError("contract does not follow from config and sizes")

@@ -22,6 +22,7 @@ MTP = "Take the drafter's mtp.* tensors from this safetensors file."
 DTYPE = "float32; bfloat16 (native operators): linears round their inputs, sums are float32; float16: tensorrt alone."
 DRAFT = "float32, bfloat16, int8 (8-bit drafter) or auto: changes what is accepted, never the text."
 SHAPES = "Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4 (TensorRT: s4_k3,s5_k1)."
+VOCAB = "Tokens that the drafter may propose: N (the N lowest ids) or a JSON file with a list of ids; default: all."
 KERNELS = "Operators of target onnxruntime: native (this package's, needs a C++ compiler at installation), onnxruntime or auto."
 CAPABILITY = "GPUs that tensorrt-rtx compiles for, of 80, 86, 89, 120, 121; default: 89,120. tensorrt: the GPU here (80, 90, 100, 120)."
 STREAMING = "tensorrt: plans that may keep part of their weights in host memory."
@@ -44,6 +45,7 @@ def build(
     cpu_kernels: Annotated[str, typer.Option("--cpu_kernels", help=KERNELS)] = "auto",
     mtp_weights: Annotated[Path | None, typer.Option("--mtp_weights", help=MTP)] = None,
     draft_shapes: Annotated[str | None, typer.Option("--draft_shapes", help=SHAPES)] = None,
+    draft_vocab: Annotated[str | None, typer.Option("--draft_vocab", help=VOCAB)] = None,
     compute_capability: Annotated[str | None, typer.Option("--compute_capability", help=CAPABILITY)] = None,
     weight_streaming: Annotated[bool, typer.Option("--weight_streaming", help=STREAMING)] = False,
     timing_cache: Annotated[Path | None, typer.Option("--timing_cache", help=CACHE)] = None,
@@ -66,6 +68,7 @@ def build(
         draft_dtype=draft_dtype,
         cpu_kernels=cpu_kernels,
         draft_shapes=parse_shapes(draft_shapes),
+        draft_vocab=draft_vocab,
         weight_streaming=weight_streaming,
         timing_cache=timing_cache,
         compute_capabilities=None if compute_capability is None else parse_capabilities(compute_capability),

@@ -73,6 +73,7 @@ def _facts(manifest: Manifest, contract: bool) -> dict[str, Any]:
         "target": manifest.target,
         "dtype": manifest.dtype,
         "draft_dtype": manifest.draft_dtype,
+        "draft_vocab_size": manifest.draft_vocab_size or manifest.config.vocab_size,
         "cpu_kernels": manifest.cpu_kernels,
         "config": manifest.config.to_dict(),
         "sizes": manifest.sizes.to_dict(),
@@ -98,8 +99,11 @@ def _limits(manifest: Manifest) -> list[tuple[str, str]]:
     kinds = ", ".join(f"{len(c.layers_of(kind))} {kind.upper()}" for kind in ("swa", "csa", "hca"))
     entries = s.max_seq_len // s.csa_ratio
     plans = [("plans for", ", ".join(manifest.compute_capabilities))] if manifest.compute_capabilities else []
+    some = 0 < manifest.draft_vocab_size < c.vocab_size
+    drafts = [("drafts from", f"{manifest.draft_vocab_size} of {c.vocab_size} tokens")] if some else []
     return [
         ("target, dtype", f"{manifest.target}, {manifest.dtype}, drafter {manifest.draft_dtype}"),
+        *drafts,
         *plans,
         *([("kernels", manifest.cpu_kernels)] if manifest.cpu_kernels else []),
         ("layers", f"{c.num_layers} ({kinds}), {'1 MTP' if s.has_mtp else 'no MTP'}"),

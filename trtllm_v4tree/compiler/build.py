@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.compiler import native_ops, rtx, rtx_build, tensorrt_build, tensorrt_plan
+from trtllm_v4tree.compiler.draft_vocab import parse_draft_vocab
 from trtllm_v4tree.compiler.fuse import fuse
 from trtllm_v4tree.compiler.native_ops import NativeOps
 from trtllm_v4tree.compiler.ort_ops import OnnxRuntimeOps
@@ -61,7 +62,8 @@ class BuildOptions:
     `dtype` bfloat16 (native operators): linears round their inputs to bfloat16 and sum in float32, which is what a GPU does.
 
     `draft_dtype` of the drafter's linears: bfloat16 likewise, int8 rounds weights and inputs; auto is bfloat16 where it can be, else
-    float32. It changes how much is accepted, but no text.
+    float32. It changes how much is accepted, but no text. Nor does `draft_vocab`, the tokens that may be proposed (text of
+    `parse_draft_vocab`), None for all.
 
     Raises ConfigError for what no build can do; what depends on the model is checked by `build`.
     """
@@ -75,6 +77,7 @@ class BuildOptions:
     num_pages: int | None = None
     draft_dtype: str = "auto"
     draft_shapes: Shapes | None = None
+    draft_vocab: str | None = None
     compute_capabilities: tuple[str, ...] | None = None
     cpu_kernels: str = "auto"
     weight_streaming: bool = False
@@ -174,6 +177,14 @@ class BuildOptions:
             raise ConfigError(f"draft shape k{widest} is wider than the vocabulary: use k{config.vocab_size} or less.")
         return tuple(dict.fromkeys(self.draft_shapes))
 
+    def vocab(self, config: ModelConfig, shapes: Shapes) -> tuple[int, ...] | None:
+        """The tokens that may be proposed, ascending; None is all."""
+        if self.draft_vocab is None:
+            return None
+        if not shapes:
+            raise ConfigError("draft_vocab was given, but no draft round is compiled: leave it out.")
+        return parse_draft_vocab(self.draft_vocab, config.vocab_size)
+
 
 def default_draft_shapes(max_verify_tokens: int) -> Shapes:
     """Chains up to D - 1 = 7 steps and trees of 2 to 7 steps with top-k 2 to 4, as far as D allows."""
@@ -201,14 +212,16 @@ def build(
     check_tokenizer(checkpoint_dir, config)
     sizes = options.sizes(config, source.has_mtp)
     shapes = options.shapes(config, source.has_mtp)
+    vocab = options.vocab(config, shapes)
     kernels = options.chosen_kernels(config)
     options = options.with_draft_dtype(kernels == "native" and source.is_bfloat16_exact)
     draft_dtype = options.dtype if options.target == "tensorrt" else options.draft_dtype
     with replacing(output_dir) as scratch:
-        versions = _compile(scratch, source, sizes, shapes, options, kernels, report)
+        versions = _compile(scratch, source, sizes, shapes, vocab, options, kernels, report)
         _copy_tokenizer(checkpoint_dir, scratch)
         manifest = Manifest(
-            options.target, options.dtype, draft_dtype, config, sizes, shapes, {}, versions, options.capabilities, kernels
+            options.target, options.dtype, draft_dtype, config, sizes, shapes, {}, versions, options.capabilities, kernels,
+            config.vocab_size if vocab is None else len(vocab),
         )  # fmt: skip
         if measure is not None and options.target in ("onnxruntime", "tensorrt"):
             (scratch / LATENCY_FILE).write_text(measure(scratch, manifest), encoding="utf-8")
@@ -235,6 +248,7 @@ def _compile(
     source: Checkpoint,
     sizes: EngineSizes,
     shapes: Shapes,
+    vocab: Sequence[int] | None,
     options: BuildOptions,
     kernels: str,
     report: Report,
@@ -242,15 +256,17 @@ def _compile(
     """Writes graphs and weights; returns the versions of what made them."""
     config, versions = source.config, {"onnxscript": metadata.version("onnxscript")}
     if options.target == "tensorrt-rtx":
-        rtx_build.build_plans(config, sizes, shapes, source, scratch, options.capabilities, options.dtype, report)
+        rtx_build.build_plans(
+            config, sizes, shapes, source, scratch, options.capabilities, options.dtype, report, vocab
+        )
         return {"tensorrt-rtx": rtx.load_tensorrt_rtx().__version__, **versions}
     if options.target == "tensorrt":
         target = tensorrt_build.TensorRtTarget(
-            options.dtype, options.capabilities[0], options.weight_streaming, options.timing_cache
+            options.dtype, options.capabilities[0], options.weight_streaming, options.timing_cache, vocab
         )
         tensorrt_build.build_files(config, sizes, shapes, source, scratch, target, report)
         return {"tensorrt": tensorrt_plan.load_tensorrt().__version__, **versions}
-    models = _trace(config, sizes, shapes, lowerings(options, kernels, source), report)
+    models = _trace(config, sizes, shapes, vocab, lowerings(options, kernels, source), report)
     _write_weights(scratch, models, source, report)
     return {"onnxruntime": metadata.version("onnxruntime"), **versions}
 
@@ -289,7 +305,11 @@ def lowerings(options: BuildOptions, kernels: str, source: Checkpoint) -> tuple[
 
 
 def trace_all(
-    config: ModelConfig, sizes: EngineSizes, shapes: Shapes, ops: tuple[V4TreeOps, V4TreeOps]
+    config: ModelConfig,
+    sizes: EngineSizes,
+    shapes: Shapes,
+    ops: tuple[V4TreeOps, V4TreeOps],
+    vocab: Sequence[int] | None = None,
 ) -> Iterator[ir.Model]:
     """The graphs of an engine in the order of `graph_stems`; ops of the target step and of the drafter."""
     target, drafter = ops
@@ -297,7 +317,7 @@ def trace_all(
     yield graphs.commit(config, sizes, target)
     if sizes.has_mtp:
         for steps, topk in ((0, 1), *shapes):
-            yield _fused(graphs.draft_round(config, sizes, drafter, steps, topk), drafter)
+            yield _fused(graphs.draft_round(config, sizes, drafter, steps, topk, vocab), drafter)
 
 
 def _fused(model: ir.Model, ops: V4TreeOps) -> ir.Model:
@@ -307,12 +327,17 @@ def _fused(model: ir.Model, ops: V4TreeOps) -> ir.Model:
 
 
 def _trace(
-    config: ModelConfig, sizes: EngineSizes, shapes: Shapes, ops: tuple[V4TreeOps, V4TreeOps], report: Report
+    config: ModelConfig,
+    sizes: EngineSizes,
+    shapes: Shapes,
+    vocab: Sequence[int] | None,
+    ops: tuple[V4TreeOps, V4TreeOps],
+    report: Report,
 ) -> Models:
     """The first half of the work."""
     models: Models = {}
     stems = graph_stems(sizes.has_mtp, shapes)
-    for stem, model in zip(stems, trace_all(config, sizes, shapes, ops), strict=True):
+    for stem, model in zip(stems, trace_all(config, sizes, shapes, ops, vocab), strict=True):
         models[stem] = model
         report(f"traced {stem}: {len(model.graph)} nodes", 0.5 * len(models) / len(stems))
     return models

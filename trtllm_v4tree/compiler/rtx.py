@@ -107,7 +107,10 @@ def graph_profiles(stem: str, sizes: EngineSizes) -> list[dict[str, Range]]:
 
 
 def trace_all(
-    config: ModelConfig, sizes: EngineSizes, shapes: Iterable[tuple[int, int]]
+    config: ModelConfig,
+    sizes: EngineSizes,
+    shapes: Iterable[tuple[int, int]],
+    vocab: Sequence[int] | None = None,
 ) -> Iterator[tuple[GraphContract, ir.Model]]:
     """Contract and network of every graph, lowered for TensorRT."""
     ops = TensorRtOps()
@@ -115,7 +118,8 @@ def trace_all(
     yield contract.commit(config, sizes), graphs.commit(config, sizes, ops)
     if sizes.has_mtp:
         for steps, topk in ((0, 1), *shapes):
-            yield contract.draft_round(config, sizes, steps, topk), graphs.draft_round(config, sizes, ops, steps, topk)
+            model = graphs.draft_round(config, sizes, ops, steps, topk, vocab)
+            yield contract.draft_round(config, sizes, steps, topk), model
 
 
 def weights_as_inputs(model: ir.Model) -> None:

@@ -26,6 +26,7 @@ def build_plans(
     capabilities: Sequence[str] = DEFAULT_CAPABILITIES,
     dtype: str = "float32",
     report: Report = lambda line, done: None,
+    vocab: Sequence[int] | None = None,
 ) -> list[Done]:
     """Compiles every graph of an engine and writes `<stem>.plan` files to `scratch`, weights inside; leaves no other file there.
 
@@ -33,7 +34,7 @@ def build_plans(
     """
     check_options(capabilities, dtype)
     jobs, costs = [], {}
-    for spec, model in _with_weights(config, sizes, shapes, source, scratch, report):
+    for spec, model in _with_weights(config, sizes, shapes, vocab, source, scratch, report):
         ir.save(model, scratch / f"{spec.name}.onnx")
         jobs.append(Job(spec, graph_profiles(spec.name, sizes), tuple(capabilities), dtype, scratch))
         costs[spec.name] = len(model.graph) * len(jobs[-1].ranges)
@@ -55,13 +56,14 @@ def _with_weights(
     config: ModelConfig,
     sizes: EngineSizes,
     shapes: Iterable[tuple[int, int]],
+    vocab: Sequence[int] | None,
     source: TensorSource,
     scratch: Path,
     report: Report,
 ) -> list[tuple[GraphContract, ir.Model]]:
     """Every graph, its weights in a file beside it that all share."""
     report("reading weights", 0.0)
-    traced = list(trace_all(config, sizes, shapes))
+    traced = list(trace_all(config, sizes, shapes, vocab))
     weights = WeightPlan(model for _, model in traced)
     weights.write(scratch / WEIGHTS_FILE, source, lambda name, size: None)
     for _, model in traced:

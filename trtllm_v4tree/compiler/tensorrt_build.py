@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +31,22 @@ LONG, SPLITS = 4096, 8
 
 @dataclass(frozen=True)
 class TensorRtTarget:
-    """What the plans are for: activations, chip, and how they are built; `timing_cache` None keeps none."""
+    """What the plans are for: activations, chip, and how they are built; `draft_vocab` None drafts from all tokens."""
 
     dtype: str
     capability: str
     weight_streaming: bool = False
     timing_cache: Path | None = None
+    draft_vocab: Sequence[int] | None = None
 
 
 def trace_all(
-    config: ModelConfig, sizes: EngineSizes, shapes: Shapes, dtype: str, capability: str
+    config: ModelConfig,
+    sizes: EngineSizes,
+    shapes: Shapes,
+    dtype: str,
+    capability: str,
+    vocab: Sequence[int] | None = None,
 ) -> Iterator[tuple[GraphContract, ir.Model]]:
     """Typed contract and network of every graph but the commit, which is kernels."""
     splits = SPLITS if sizes.max_seq_len > LONG else 1
@@ -49,7 +55,7 @@ def trace_all(
     models = [graphs.target_step(config, sizes, ops)]
     for steps, topk in ((0, 1), *shapes) if sizes.has_mtp else ():
         specs.append(contract.draft_round(config, sizes, steps, topk))
-        models.append(graphs.draft_round(config, sizes, ops, steps, topk))
+        models.append(graphs.draft_round(config, sizes, ops, steps, topk, vocab))
     for spec, model in zip(specs, models, strict=True):
         typed = contract.typed(spec, dtype)
         retype(model, typed, dtype)
@@ -74,9 +80,8 @@ def build_files(
     kernels = compile_kernels(config, sizes, target.dtype, target.capability)
     (scratch / COMMIT_KERNELS).write_text(kernels_to_json(kernels), encoding="utf-8")
     report("reading weights", 0.0)
-    jobs = _jobs(
-        list(trace_all(config, sizes, shapes, target.dtype, target.capability)), sizes, source, scratch, target
-    )
+    traced = trace_all(config, sizes, shapes, target.dtype, target.capability, target.draft_vocab)
+    jobs = _jobs(list(traced), sizes, source, scratch, target)
     done = _compile(jobs, report)
     for path in (scratch / WEIGHTS_FILE, scratch / TIMING_CACHE, *(job.path("onnx") for job in jobs)):
         path.unlink(missing_ok=True)

@@ -6,6 +6,8 @@ K best nodes of the level before. An MTP row belongs to an edge: (streams of nod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from onnxscript import nn
 
@@ -13,7 +15,7 @@ from trtllm_v4tree.config import ModelConfig, rope_inv_freq
 from trtllm_v4tree.network.attention import make_rope
 from trtllm_v4tree.network.blocks import HyperHead
 from trtllm_v4tree.network.ops import KeySources, NodeRows, Op, Rope, V4TreeOps, Value, const, i64
-from trtllm_v4tree.network.target import Block, Embedding, TopTokens
+from trtllm_v4tree.network.target import Block, Embedding, TopTokens, TopTokensOf
 from trtllm_v4tree.network.weight import TensorSource, Weight, tensor, transposed
 
 FOLD_LIMIT = 1 << 24
@@ -71,15 +73,18 @@ class DraftRound(nn.Module):
     """Catch-up over accepted rows and `steps` levels of at most `topk` frontier nodes; `steps` 0 only catches up.
 
     Catching up needs the window rows alone; what else the block computes of them is not used, and the tracer drops it.
+    `vocab` are the tokens that may be proposed, ascending; None is all of them.
     """
 
-    def __init__(self, config: ModelConfig, ops: V4TreeOps, steps: int, topk: int) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: V4TreeOps, steps: int, topk: int, vocab: Sequence[int] | None = None
+    ) -> None:
         super().__init__("")
         self.config, self.ops, self.steps, self.topk = config, ops, steps, topk
         self.embed, self.mtp_in = Embedding(config), MtpInput(config, ops)
         self.block = Block(config, ops, "mtp.0", "swa", hashed=False, sparse=False)
         self.head_in = MtpHead(config, ops)
-        self.head = TopTokens(config, ops, topk)
+        self.head = TopTokens(config, ops, topk) if vocab is None else TopTokensOf(config, ops, topk, vocab)
 
     def rows_of(self, op: Op, streams: Value, token_ids: Value) -> Value:
         """Input of the block; the embedding is the trunk's, and keeps its name so that an engine stores it once."""

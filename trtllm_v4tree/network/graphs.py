@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -50,8 +50,16 @@ def target_step(config: ModelConfig, sizes: EngineSizes, ops: V4TreeOps) -> ir.M
     return trace(contract.target_step(config, sizes), lambda op, feeds: module(op, feeds))
 
 
-def draft_round(config: ModelConfig, sizes: EngineSizes, ops: V4TreeOps, steps: int, topk: int) -> ir.Model:
-    module = DraftRound(config, ops, steps, topk)
+def draft_round(
+    config: ModelConfig,
+    sizes: EngineSizes,
+    ops: V4TreeOps,
+    steps: int,
+    topk: int,
+    vocab: Sequence[int] | None = None,
+) -> ir.Model:
+    """`vocab`: the tokens that may be proposed, ascending; None is all of them."""
+    module = DraftRound(config, ops, steps, topk, vocab)
     return trace(contract.draft_round(config, sizes, steps, topk), lambda op, feeds: module(op, feeds))
 
 

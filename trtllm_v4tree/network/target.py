@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import onnx_ir as ir
 from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig, rope_inv_freq
@@ -68,6 +71,21 @@ class TopTokens(LmHead):
 
     def forward(self, op: Op, x: Value) -> tuple[Value, Value]:  # type: ignore[override]
         return self.ops.top_log_probs(op, x, self.weight, self.topk)
+
+
+class TopTokensOf(nn.Module):
+    """The same of some tokens alone, `vocab` ascending: log-probabilities among these."""
+
+    def __init__(self, config: ModelConfig, ops: V4TreeOps, topk: int, vocab: Sequence[int]) -> None:
+        super().__init__("draft_head")
+        ids = np.array(vocab, np.int64)
+        self.weight = Weight([config.hidden_size, len(ids)], lambda s: s.get("head.weight")[ids].T)
+        self.token_ids = Weight([len(ids)], lambda s: ids, ir.DataType.INT64)
+        self.ops, self.topk = ops, topk
+
+    def forward(self, op: Op, x: Value) -> tuple[Value, Value]:
+        log_probs, places = self.ops.top_log_probs(op, x, self.weight, self.topk)
+        return log_probs, op.Gather(self.token_ids, places, axis=0)
 
 
 def layer_tables(op: Op, rows: Value, stride: int, count: int) -> list[Value]:
