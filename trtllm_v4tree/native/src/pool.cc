@@ -15,7 +15,8 @@ namespace v4tree {
 
 namespace {
 
-constexpr std::chrono::microseconds kPatience{1000};  // how long an idle worker waits on its core
+// How long an idle worker waits on its core. Longer keeps a server and its clients off that core between passes: benchmarks/serving/batching.md.
+constexpr std::chrono::microseconds kPatience{50};
 constexpr int64_t kMaxTasks = 1 << 15;
 
 void relax() {
