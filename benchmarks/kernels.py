@@ -1,7 +1,7 @@
 """Times the kernels on a GPU against the copy bandwidth and the matrix throughput measured in the same run.
 
 `python benchmarks/kernels.py --output kernels.json`. Needs a CUDA GPU, torch and triton; no TensorRT, no model.
-The experts are those of one layer of V4-Flash (12.9 GB of weights), for batch * nodes tokens that choose at random.
+The experts are those of one layer of V4-Flash (12.9 GB of weights, 3.4 GB in FP4), for batch * nodes tokens that choose at random.
 Goals: >= 75 % of the copy bandwidth where memory-bound, >= 50 % of the matrix ceiling where compute-bound, and 8 nodes at no more
 than 1.5 times the cost of one at batch 1.
 """
@@ -66,11 +66,11 @@ def score_work(batch: int, context: int, nodes: int) -> Work:
     return Work(num_bytes, 2 * batch * nodes * INDEX_HEADS * entries * INDEX_DIM)
 
 
-def experts_work(pairs: int, used: int) -> Work:
+def experts_work(pairs: int, used: int, fp4: bool) -> Work:
     """Weights of the experts that any token chose, read once; 3 products per pair of a token and an expert."""
     weights = 3 * HIDDEN * INNER
     moved = 2 * pairs * (HIDDEN + 2 * INNER) + 8 * pairs * HIDDEN
-    return Work(2 * used * weights + moved, 2 * pairs * weights)
+    return Work(used * (weights // 2 + weights // 32 if fp4 else 2 * weights) + moved, 2 * pairs * weights)
 
 
 def rate(work: Work, seconds: float, bandwidth: float, matrix: float) -> tuple[float, float, str]:
@@ -141,16 +141,23 @@ def score_launch(batch: int, context: int, nodes: int) -> Callable[[], object]:
     return lambda: tree_index_score(query, weights, pool, rows, branch, mask)
 
 
-def expert_weights() -> tuple[torch.Tensor, torch.Tensor]:
-    """fc1 and fc2 of a layer."""
+def expert_weights(fp4: bool) -> dict[str, object]:
+    """fc1 and fc2 of a layer, and their scales."""
     import torch
 
     shapes = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
-    fc1, fc2 = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02) for shape in shapes)
-    return fc1, fc2
+    if not fp4:
+        fc1, fc2 = (torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, 0.02) for shape in shapes)
+        return {"fc1": fc1, "fc2": fc2}
+
+    def codes(width: int, low: int, high: int) -> list[torch.Tensor]:
+        return [torch.randint(low, high, (*rows, n // width), device="cuda", dtype=torch.uint8) for *rows, n in shapes]
+
+    fc1, fc2 = codes(2, 0, 256)
+    return {"fc1": fc1, "fc2": fc2, "scales": tuple(codes(32, 118, 122))}
 
 
-def experts_launch(tokens: int, weights: tuple[torch.Tensor, torch.Tensor]) -> tuple[Callable[[], object], int]:
+def experts_launch(tokens: int, weights: dict[str, object], fp4: bool) -> tuple[Callable[[], object], int]:
     """The sort, both products and the sum of a layer, and how many experts the tokens chose."""
     import torch
     from v4tree_plugins import aot
@@ -159,10 +166,8 @@ def experts_launch(tokens: int, weights: tuple[torch.Tensor, torch.Tensor]) -> t
     x, base = (torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     ids = torch.rand(tokens, EXPERTS, device="cuda").topk(EXPERT_TOPK).indices.contiguous()
     shares = torch.rand(tokens, EXPERT_TOPK, device="cuda") + 0.1
-    tile = aot.expert_tiles("bf16")[0]
-    options = {"block_n": tile.block_n, "block_k": tile.block_k}
-    options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return lambda: grouped_moe(x, base, ids, shares, *weights, limit=LIMIT, **options), ids.unique().numel()
+    options = {"limit": LIMIT, **weights, **asdict(aot.expert_tiles("bf16", fp4)[0])}
+    return lambda: grouped_moe(x, base, ids, shares, **options), ids.unique().numel()
 
 
 def chip() -> int:
@@ -187,11 +192,13 @@ def measurements(heads: int) -> Iterator[tuple[str, Work, Callable[[], object], 
                         at,
                     )
                 yield "tree_index_score", score_work(*at), score_launch(*at), at
-    experts = expert_weights()
-    for batch in BATCHES:
-        for nodes in (*NODES, PREFILL):
-            launch, used = experts_launch(batch * nodes, experts)
-            yield "grouped_moe", experts_work(batch * nodes * EXPERT_TOPK, used), launch, (batch, 0, nodes)
+    for fp4 in (False, True):
+        experts = expert_weights(fp4)
+        for batch in BATCHES:
+            for nodes in (*NODES, PREFILL):
+                launch, used = experts_launch(batch * nodes, experts, fp4)
+                name = "grouped_moe_fp4" if fp4 else "grouped_moe"
+                yield name, experts_work(batch * nodes * EXPERT_TOPK, used, fp4), launch, (batch, 0, nodes)
 
 
 def run(heads: int) -> dict[str, object]:

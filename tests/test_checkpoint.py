@@ -269,6 +269,23 @@ def test_decodes_fp8_and_fp4(tmp_path: Path) -> None:
     np.testing.assert_array_equal(checkpoint.get(plain), tensors[plain].float())
 
 
+def test_experts_in_fp4_are_read_as_they_are_stored(tmp_path: Path) -> None:
+    """Where all of them are in FP4, of the drafter too."""
+    tensors = random_tensors()
+    names = [name for name in tensors if ".ffn.experts." in name]
+    values = {name: quantise_fp4(tensors, name) for name in names}
+    checkpoint = Checkpoint.open(write(tmp_path, tensors), CONFIG)
+    assert checkpoint.has_fp4_experts
+    for name, value in values.items():
+        packed, scales = checkpoint.fp4(name)
+        assert packed.dtype == scales.dtype == np.uint8
+        codes = np.array(E2M1)[np.stack([packed & 15, packed >> 4], axis=-1).reshape(value.shape)]
+        np.testing.assert_array_equal(codes * 2.0 ** (scales.astype(int) - 127).repeat(32, axis=1), value)
+    one = random_tensors()[names[-1]]
+    tensors.pop(names[-1].removesuffix(".weight") + ".scale")
+    assert not Checkpoint.open(write(tmp_path, tensors | {names[-1]: one}), CONFIG).has_fp4_experts
+
+
 def test_a_checkpoint_without_mtp_opens(tmp_path: Path) -> None:
     tensors = without_mtp(random_tensors())
     checkpoint = Checkpoint.open(write(tmp_path, tensors), CONFIG)

@@ -214,6 +214,10 @@ def test_flash_takes_no_memory() -> None:
     facts = json.loads(done.stdout)
     assert 50e6 < facts["peak_memory"] < 1e9
     assert facts["weights"]["engine_float32"] > 1e12
+    experts = 44 * 256 * 3 * 4096 * 2048
+    smaller = facts["weights"]["engine_bfloat16"] - facts["weights"]["engine_bfloat16_fp4_experts"]
+    assert smaller == experts * 2 - experts // 2 - experts // 32
+    assert facts["experts_per_token"] == {"tensorrt": 6, "tensorrt-rtx": 256}
     assert set(facts["nodes"]) == {"v4tree", "onnxruntime", "tensorrt-rtx"}
     assert all(count > 0 for graphs in facts["nodes"].values() for count in graphs.values())
 

@@ -22,7 +22,7 @@ from trtllm_v4tree.compiler.tensorrt_plan import PlanOptions, TensorRtBuilder
 from trtllm_v4tree.engine_dir import COMMIT_KERNELS, MANIFEST, KernelCode, Manifest, kernels_to_json, read_kernels
 from trtllm_v4tree.errors import ConfigError
 
-from .oracle.tiny import CONFIGS, write_tiny
+from .oracle.tiny import CONFIGS, pack_experts, write_tiny
 from .test_cli import Ran, contents, edit_manifest, refused
 
 Build = Callable[..., Ran]
@@ -360,3 +360,31 @@ def test_options_of_the_target() -> None:
     assert BuildOptions(target="tensorrt").capabilities == ()
     with pytest.raises(ConfigError, match="choose one of"):
         tensorrt_plan.check_options(None, "float8", "auto", 8)
+
+
+# ---------------------------------------------------------------- experts in FP4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "kept"),
+    [("bfloat16", "SM80", True), ("float16", "SM90", True), ("float16", "SM80", False), ("float32", "SM100", False)],
+)
+def test_experts_in_fp4_stay_so_where_the_kernels_take_them(
+    dtype: str, capability: str, kept: bool, checkpoint: Path, bare: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+
+    def look(workers: rtx_jobs.Workers, job: Any) -> rtx_jobs.Done:
+        graph = onnx.load(job.path("onnx")).graph
+        seen.append({node.op_type for node in graph.node if node.op_type.startswith("moe_fc")})
+        kinds = {w.data_type for w in graph.initializer if w.name.endswith((".fc1", ".fc2", ".fc1_scale"))}
+        assert not seen[-1] or ((onnx.TensorProto.INT8 in kinds) == kept and (len(kinds) == 1))
+        return compile_here(workers, job)
+
+    stand_in(monkeypatch, capability)
+    monkeypatch.setattr(rtx_jobs.Workers, "compile", look)
+    pack_experts(checkpoint)
+    assert bare("--dtype", dtype).status == 0
+    suffix = "_fp4" if kept else ""
+    assert {f"moe_fc1{suffix}", f"moe_fc2{suffix}"} in seen
+    assert all(kinds in (set(), {f"moe_fc1{suffix}", f"moe_fc2{suffix}"}) for kinds in seen)

@@ -32,7 +32,7 @@ from trtllm_v4tree.network.weight import Weight
 from trtllm_v4tree.sizes import EngineSizes
 
 from .feeds import Arrays, as_typed, random_draft_feeds, random_feeds
-from .oracle.tiny import write_tiny
+from .oracle.tiny import pack_experts, write_tiny
 
 HALVES = ("float16", "bfloat16")
 ACTIVATION = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -48,6 +48,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(checkpoint: Path) -> ModelConfig:
     return ModelConfig.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts in FP4."""
+    return pack_experts(write_tiny(tmp_path_factory.mktemp("typed") / "packed", "w16", seed=1))
 
 
 def dense(config: ModelConfig) -> ModelConfig:
@@ -85,10 +91,11 @@ def without_weights(model: ir.Model) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("fp4", [False, True])
 @pytest.mark.parametrize("bodies", [False, True])
-def test_strictly_typed(config: ModelConfig, graph: str, dtype: str, bodies: bool) -> None:
+def test_strictly_typed(config: ModelConfig, graph: str, dtype: str, bodies: bool, fp4: bool) -> None:
     """With plugin nodes and with their bodies in the place of them."""
-    model, spec = traced(config, graph, dtype)
+    model, spec = traced(config, graph, dtype, PluginOps(90, dtype=dtype, fp4_experts=fp4))
     if bodies:
         add_bodies(model)
     proto = without_weights(model)
@@ -125,7 +132,7 @@ def test_what_is_float32(config: ModelConfig, graph: str, dtype: str) -> None:
         if node.op_type in exact and kinds:
             assert kinds == {ir.DataType.FLOAT}, node.name
         if node.domain == "v4tree":
-            wanted = {"A": ACTIVATION[dtype], "F": ir.DataType.FLOAT, "I": ir.DataType.INT64}
+            wanted = {"A": ACTIVATION[dtype], "F": ir.DataType.FLOAT, "I": ir.DataType.INT64, "P": ir.DataType.INT8}
             assert [value.dtype for value in node.inputs if value is not None] == [
                 wanted[letter] for letter in TYPES[node.op_type][0]
             ]
@@ -160,6 +167,9 @@ class Decided:
 
     def __init__(self, checkpoint: Path, config: ModelConfig) -> None:
         self.source = Checkpoint.open(checkpoint, config, None)
+
+    def fp4(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return self.source.fp4(name)
 
     def get(self, name: str) -> np.ndarray:
         value = self.source.get(name)
@@ -212,6 +222,25 @@ def test_bodies_mean_the_same_as_the_portable_network(checkpoint: Path, config: 
     portable = evaluated(checkpoint, config, "target_step", "float32", feeds, tmp_path, TensorRtOps())
     for name, want in portable.items():
         assert relative(plugins[name], want) <= 1e-5, name
+
+
+def test_experts_in_fp4_mean_the_same_as_decoded(packed: Path, config: ModelConfig, tmp_path: Path) -> None:
+    """In float32, which the bodies know and the kernels do not."""
+    feeds, ops = random_feeds(config, sizes(config)), PluginOps(90, fp4_experts=True)
+    got = evaluated(packed, config, "target_step", "float32", feeds, tmp_path, ops)
+    for name, want in evaluated(packed, config, "target_step", "float32", feeds, tmp_path, TensorRtOps()).items():
+        assert relative(got[name], want) <= 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_experts_in_fp4_are_near_float32(packed: Path, config: ModelConfig, dtype: str, tmp_path: Path) -> None:
+    """Within the same bound as below: FP4 is exact in both."""
+    config = dense(config)
+    feeds, ops = random_feeds(config, sizes(config)), PluginOps(90, dtype=dtype, fp4_experts=True)
+    got = evaluated(packed, config, "target_step", dtype, feeds, tmp_path, ops)
+    for name, want in evaluated(packed, config, "target_step", "float32", feeds, tmp_path).items():
+        limit = 1.5 * UNIT_ROUNDOFF[dtype] * math.sqrt(10 * config.num_layers)
+        assert UNIT_ROUNDOFF[dtype] / 8 <= relative(got[name], want) <= limit, name
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -142,6 +142,19 @@ class Checkpoint:
         return dtype == "BF16" or (dtype not in _FLOATS and self._stored[_scale_name(name)].dtype != "F32")
 
     @property
+    def has_fp4_experts(self) -> bool:
+        """Whether every routed expert, the drafter's too, is stored in FP4 with ue8m0 scales, as `fp4` reads it."""
+        return all(
+            self._stored[name].dtype in _PACKED_FP4 and self._stored[_scale_name(name)].dtype != "F32"
+            for name in self._shapes
+            if _EXPERT_WEIGHT.search(name)
+        )
+
+    def fp4(self, name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """An expert's weight [out, in] as it is stored: bytes [out, in / 2] and scales [out, in / 32] (spec section 9)."""
+        return _read(self._stored[name], np.uint8), _read(self._stored[_scale_name(name)], np.uint8)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All canonical names, in the order of `expected_tensors`."""
         return tuple(self._shapes)

@@ -224,8 +224,10 @@ class ExpertTile:
     num_stages: int
 
 
-def expert_tiles(dtype: str) -> tuple[ExpertTile, ...]:
+def expert_tiles(dtype: str, fp4: bool = False) -> tuple[ExpertTile, ...]:
     """Tiles that fit, the first one the default; narrow ones give a single token's few lines more programs."""
+    if fp4:
+        return (ExpertTile(32, 128, 4, 4), ExpertTile(64, 128, 4, 4))
     if dtype == "fp32":
         return (ExpertTile(32, 32, 4, 3), ExpertTile(64, 32, 4, 2))
     return (ExpertTile(32, 128, 4, 4), ExpertTile(64, 64, 4, 4))
@@ -247,38 +249,57 @@ def moe_fc1_variant(
     topk: int = 6,
     limit: float = 10.0,
     block: int = moe.BLOCK_M,
+    fp4: bool = False,
 ) -> Variant:
     """Gate and up rows of a line's expert, and the clamped SwiGLU."""
-    signature = {"x": f"*{dtype}", "table": "*i64", "weight": f"*{dtype}", "lines": "i32", "out": f"*{dtype}"}
-    constants = _expert_constants(tile, hidden, inner, block) | {"TOPK": topk, "LIMIT": limit}
-    return Variant(f"moe_fc1_{dtype}", moe.moe_fc1_kernel, signature, constants, tile.num_warps, tile.num_stages)
+    signature, constants = _expert_product("x", dtype, tile, hidden, inner, block, fp4)
+    signature, constants = signature | {"out": f"*{dtype}"}, constants | {"TOPK": topk, "LIMIT": limit}
+    name = f"moe_fc1{'_fp4' if fp4 else ''}_{dtype}"
+    return Variant(name, moe.moe_fc1_kernel, signature, constants, tile.num_warps, tile.num_stages)
 
 
 def moe_fc2_variant(
-    dtype: str, tile: ExpertTile, hidden: int = 4096, inner: int = 2048, block: int = moe.BLOCK_M
+    dtype: str,
+    tile: ExpertTile,
+    hidden: int = 4096,
+    inner: int = 2048,
+    block: int = moe.BLOCK_M,
+    fp4: bool = False,
 ) -> Variant:
     """Output rows of a line's expert."""
-    signature = {"act": f"*{dtype}", "table": "*i64", "weight": f"*{dtype}", "lines": "i32", "out": "*fp32"}
-    constants = _expert_constants(tile, hidden, inner, block)
-    return Variant(f"moe_fc2_{dtype}", moe.moe_fc2_kernel, signature, constants, tile.num_warps, tile.num_stages)
+    signature, constants = _expert_product("act", dtype, tile, hidden, inner, block, fp4)
+    name = f"moe_fc2{'_fp4' if fp4 else ''}_{dtype}"
+    return Variant(name, moe.moe_fc2_kernel, signature | {"out": "*fp32"}, constants, tile.num_warps, tile.num_stages)
 
 
-def _expert_constants(tile: ExpertTile, hidden: int, inner: int, block: int) -> dict[str, Any]:
-    sizes = {"HIDDEN": hidden, "INNER": inner, "PRECISION": "tf32x3"}
-    return sizes | {"BLOCK_M": block, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+def _expert_product(
+    rows: str, dtype: str, tile: ExpertTile, hidden: int, inner: int, block: int, fp4: bool
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """What the products have in common; weights of the activations' dtype have no scales."""
+    signature = {rows: f"*{dtype}", "table": "*i64", "weight": "*u8" if fp4 else f"*{dtype}", "lines": "i32"}
+    constants: dict[str, Any] = {"HIDDEN": hidden, "INNER": inner, "PRECISION": "tf32x3"}
+    constants |= {"BLOCK_M": block, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+    return (signature | {"scales": "*u8"}, constants) if fp4 else (signature, constants | {"scales": None})
 
 
-def moe_combine_variant(dtype: str, hidden: int = 4096, topk: int = 6) -> Variant:
+def moe_combine_variant(dtype: str, hidden: int = 4096, topk: int = 6, scale: float = 1.0) -> Variant:
     signature = {"parts": "*fp32", "weights": "*fp32", "base": f"*{dtype}", "tokens": "i32", "out": f"*{dtype}"}
-    constants = {"TOPK": topk, "HIDDEN": hidden, "BLOCK": MOE_COLUMNS}
+    constants = {"TOPK": topk, "HIDDEN": hidden, "SCALE": scale, "BLOCK": MOE_COLUMNS}
     return Variant(f"moe_combine_{dtype}", moe.moe_combine_kernel, signature, constants)
 
 
-def moe_variants(dtype: str) -> list[Variant]:
+def takes_fp4(dtype: str, capability: int) -> bool:
+    """Whether experts in FP4 are widened to a dtype: bf16 everywhere, fp16 where the chip converts FP8."""
+    return dtype == "bf16" or (dtype == "fp16" and capability in FP8_CAPABILITIES)
+
+
+def moe_variants(dtype: str, capability: int) -> list[Variant]:
     """The experts of V4-Flash."""
-    tile = expert_tiles(dtype)[0]
-    products = [moe_fc1_variant(dtype, tile), moe_fc2_variant(dtype, tile)]
-    return [moe_align_variant(dtype), *products, moe_combine_variant(dtype)]
+    out = [moe_align_variant(dtype), moe_combine_variant(dtype)]
+    for fp4 in (False, True)[: 1 + takes_fp4(dtype, capability)]:
+        tile = expert_tiles(dtype, fp4)[0]
+        out += [moe_fc1_variant(dtype, tile, fp4=fp4), moe_fc2_variant(dtype, tile, fp4=fp4)]
+    return out
 
 
 FP8_TILE = Tile(16, 32, 8, 1)
@@ -304,5 +325,5 @@ def variants(dtype: str, capability: int) -> list[Variant]:
         for packed in (False, True):
             out += [attention_variant(dtype, heads, tile, splits, packed=packed) for splits in (1, 16)]
         out.append(combine_variant(dtype, heads))
-    out += moe_variants(dtype)
+    out += moe_variants(dtype, capability)
     return out + (fp8_variants(dtype) if capability in FP8_CAPABILITIES and dtype != "fp32" else [])

@@ -284,12 +284,46 @@ def moe_fc1_autotune(x: Desc, table: Desc, weight: Desc, outputs: Tuple[Desc]) -
 def moe_fc1_aot(
     x: Desc, table: Desc, weight: Desc, topk: int, limit: float, capability: int, outputs: Tuple[Desc], tactic: int
 ) -> Launch:
+    return _fc1_launch(x, table, weight, topk, limit, capability, tactic, False)
+
+
+def _fc1_launch(
+    x: Desc, table: Desc, weight: Desc, topk: int, limit: float, capability: int, tactic: int, fp4: bool
+) -> Launch:
     dtype, block = _NAMES[x.dtype], _fixed(table.shape_expr[1], "the length of a line") - 1
-    tile = aot.expert_tiles(dtype)[max(tactic, 1) - 1]
-    hidden, inner = (_fixed(weight.shape_expr[axis], "the shape of an expert") for axis in (2, 1))
-    sizes = (hidden, inner // 2, topk, limit, block)
-    code = _machine_code(aot.moe_fc1_variant, (dtype, tile, *sizes), capability)
-    return _launch(code, _expert_grid(table, inner // 2, tile), (table.shape_expr[0],))
+    tile = aot.expert_tiles(dtype, fp4)[max(tactic, 1) - 1]
+    hidden = _fixed(x.shape_expr[2], "the width of a token")
+    inner = _fixed(weight.shape_expr[1], "the width of an expert") // 2
+    code = _machine_code(aot.moe_fc1_variant, (dtype, tile, hidden, inner, topk, limit, block, fp4), capability)
+    return _launch(code, _expert_grid(table, inner, tile), (table.shape_expr[0],))
+
+
+@trtp.register("v4tree::moe_fc1_fp4")
+def moe_fc1_fp4(x: Desc, table: Desc, weight: Desc, scales: Desc, topk: int, limit: float, capability: int) -> Desc:
+    """The same of weights [E, 2I, D / 2] with two e2m1 values a byte, and scales [E, 2I, D / 32]."""
+    return _tensor(x.dtype, x.shape_expr[0], x.shape_expr[1], topk, weight.shape_expr[1] // 2)
+
+
+@trtp.autotune("v4tree::moe_fc1_fp4")
+def moe_fc1_fp4_autotune(
+    x: Desc, table: Desc, weight: Desc, scales: Desc, capability: int, outputs: Tuple[Desc]
+) -> List[trtp.AutoTuneCombination]:
+    return _fp4_combinations("A,INT64,INT8,INT8,A", capability)
+
+
+@trtp.aot_impl("v4tree::moe_fc1_fp4")
+def moe_fc1_fp4_aot(
+    x: Desc, table: Desc, weight: Desc, scales: Desc, topk: int, limit: float, capability: int,
+    outputs: Tuple[Desc], tactic: int,
+) -> Launch:  # fmt: skip
+    return _fc1_launch(x, table, weight, topk, limit, capability, tactic, True)
+
+
+def _fp4_combinations(pattern: str, capability: int) -> List[trtp.AutoTuneCombination]:
+    """Activations that FP4 weights are widened to on this chip."""
+    numbers = list(range(1, len(aot.expert_tiles("bf16", True)) + 1))
+    names = [name for name in _IO_NAMES if aot.takes_fp4(name.lower(), capability)]
+    return [trtp.AutoTuneCombination(pattern.replace("A", name), "LINEAR", numbers) for name in names]
 
 
 @trtp.register("v4tree::moe_fc2")
@@ -305,16 +339,41 @@ def moe_fc2_autotune(act: Desc, table: Desc, weight: Desc, outputs: Tuple[Desc])
 
 @trtp.aot_impl("v4tree::moe_fc2")
 def moe_fc2_aot(act: Desc, table: Desc, weight: Desc, capability: int, outputs: Tuple[Desc], tactic: int) -> Launch:
+    return _fc2_launch(act, table, weight, capability, tactic, False)
+
+
+def _fc2_launch(act: Desc, table: Desc, weight: Desc, capability: int, tactic: int, fp4: bool) -> Launch:
     dtype, block = _NAMES[act.dtype], _fixed(table.shape_expr[1], "the length of a line") - 1
-    tile = aot.expert_tiles(dtype)[max(tactic, 1) - 1]
-    hidden, inner = (_fixed(weight.shape_expr[axis], "the shape of an expert") for axis in (1, 2))
-    code = _machine_code(aot.moe_fc2_variant, (dtype, tile, hidden, inner, block), capability)
+    tile = aot.expert_tiles(dtype, fp4)[max(tactic, 1) - 1]
+    hidden = _fixed(weight.shape_expr[1], "the width of a token")
+    inner = _fixed(act.shape_expr[3], "the width of an expert")
+    code = _machine_code(aot.moe_fc2_variant, (dtype, tile, hidden, inner, block, fp4), capability)
     return _launch(code, _expert_grid(table, hidden, tile), (table.shape_expr[0],))
 
 
+@trtp.register("v4tree::moe_fc2_fp4")
+def moe_fc2_fp4(act: Desc, table: Desc, weight: Desc, scales: Desc, capability: int) -> Desc:
+    """The same of weights [E, D, I / 2] with two e2m1 values a byte, and scales [E, D, I / 32]."""
+    return _tensor(trt.DataType.FLOAT, *(act.shape_expr[axis] for axis in range(3)), weight.shape_expr[1])
+
+
+@trtp.autotune("v4tree::moe_fc2_fp4")
+def moe_fc2_fp4_autotune(
+    act: Desc, table: Desc, weight: Desc, scales: Desc, capability: int, outputs: Tuple[Desc]
+) -> List[trtp.AutoTuneCombination]:
+    return _fp4_combinations("A,INT64,INT8,INT8,FP32", capability)
+
+
+@trtp.aot_impl("v4tree::moe_fc2_fp4")
+def moe_fc2_fp4_aot(
+    act: Desc, table: Desc, weight: Desc, scales: Desc, capability: int, outputs: Tuple[Desc], tactic: int
+) -> Launch:
+    return _fc2_launch(act, table, weight, capability, tactic, True)
+
+
 @trtp.register("v4tree::moe_combine")
-def moe_combine(parts: Desc, weights: Desc, base: Desc, capability: int) -> Desc:
-    """base [B, N, D] plus parts [B, N, k, D] by weights [B, N, k] over their sum."""
+def moe_combine(parts: Desc, weights: Desc, base: Desc, scale: float, capability: int) -> Desc:
+    """base [B, N, D] plus `scale` times parts [B, N, k, D] by weights [B, N, k] over their sum."""
     return base.like()
 
 
@@ -327,9 +386,9 @@ def moe_combine_autotune(
 
 @trtp.aot_impl("v4tree::moe_combine")
 def moe_combine_aot(
-    parts: Desc, weights: Desc, base: Desc, capability: int, outputs: Tuple[Desc], tactic: int
+    parts: Desc, weights: Desc, base: Desc, scale: float, capability: int, outputs: Tuple[Desc], tactic: int
 ) -> Launch:
     topk, hidden = (_fixed(parts.shape_expr[axis], "the shape of a token's parts") for axis in (2, 3))
-    code = _machine_code(aot.moe_combine_variant, (_NAMES[base.dtype], hidden, topk), capability)
+    code = _machine_code(aot.moe_combine_variant, (_NAMES[base.dtype], hidden, topk, scale), capability)
     tokens = base.shape_expr[0] * base.shape_expr[1]
     return _launch(code, (trtp.max(tokens, 1), -(-hidden // aot.MOE_COLUMNS)), (tokens,))

@@ -15,10 +15,15 @@ from tests.plugins.test_commit import (
     test_window_rows,
 )
 from tests.plugins.test_grouped_moe import (
+    Case,
     any_case,
     poison,
+    routing,
     test_256_experts,
     test_a_tokens_bits_do_not_depend_on_the_others,
+    test_bits_with_experts_in_fp4,
+    test_every_code_of_fp4,
+    test_experts_in_fp4,
     test_lines,
     test_more_pairs_than_are_sorted_at_a_time,
     test_other_tiles,
@@ -106,6 +111,23 @@ def test_experts_at_full_width(tokens: int, dtype: str) -> None:
 
     case = any_case(dtype, tokens, 6, 16, (4096, 2048))
     for tile in aot.expert_tiles(dtype):
+        shape = {
+            "block_n": tile.block_n,
+            "block_k": tile.block_k,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+        assert case.error(**shape) <= cases.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_experts_in_fp4_at_full_width(tokens: int, dtype: str) -> None:
+    import numpy as np
+    from v4tree_plugins import aot
+
+    case = Case.fp4(dtype, routing("any", tokens, 6, 16, np.random.default_rng(tokens)), 16, (4096, 2048))
+    for tile in aot.expert_tiles(dtype, fp4=True):
         shape = {
             "block_n": tile.block_n,
             "block_k": tile.block_k,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 
@@ -120,6 +120,19 @@ def write_tiny(directory: Path | str, name: str, seed: int) -> Path:
     (out / "config.json").write_text(json.dumps(config, indent=1))
     save_file(dict(_Maker(config, seed).tensors()), out / "model.safetensors")
     return out
+
+
+def pack_experts(directory: Path) -> Path:
+    """Stores the routed experts of a checkpoint as random FP4 with scales of about their size (spec section 9); returns `directory`."""
+    path, generator = directory / "model.safetensors", torch.Generator().manual_seed(7)
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".ffn.experts." in name]:
+        rows, columns = tensors[name].shape
+        tensors[name] = torch.randint(-128, 128, (rows, columns // 2), generator=generator, dtype=torch.int8)
+        scale = torch.randint(123, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+        tensors[name.removesuffix(".weight") + ".scale"] = scale.view(torch.float8_e8m0fnu)
+    save_file(tensors, path)
+    return directory
 
 
 class _Maker:

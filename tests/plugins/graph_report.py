@@ -23,7 +23,7 @@ from trtllm_v4tree.sizes import EngineSizes
 
 NANO = Path(__file__).resolve().parents[2] / "models" / "v4-nano"
 SYMBOLS = {"B": 2, "N": 6, "W": 128, "E": 70, "M": 3, "F": 4, "Q": 1, "T": 7, "S": 3}
-TRT_NAMES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "INT64": "INT64"}
+TRT_NAMES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "INT64": "INT64", "INT8": "INT8"}
 DROPPED = ("plugin_namespace", "plugin_version")
 
 
@@ -49,13 +49,15 @@ def case(node: ir.Node) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, An
 
 
 def nodes(dtype: str) -> list[ir.Node]:
-    """Plugin nodes of the target step and of a draft round, one of each signature."""
+    """Plugin nodes of the target step and of a draft round, one of each signature; of the drafter also with experts in FP4."""
     config = dataclasses.replace(ModelConfig.from_pretrained(NANO), index_topk=32)
     s = EngineSizes.make(config, max_batch_size=2, max_seq_len=1024, max_verify_tokens=8, prefill_chunk=64)
-    ops, found = PluginOps(90, dtype=dtype), {}
+    plain, fp4 = (PluginOps(90, dtype=dtype, fp4_experts=fp4) for fp4 in (False, True))
+    found: dict[object, ir.Node] = {}
     for spec, model in (
-        (contract.target_step(config, s), graphs.target_step(config, s, ops)),
-        (contract.draft_round(config, s, 2, 2), graphs.draft_round(config, s, ops, 2, 2)),
+        (contract.target_step(config, s), graphs.target_step(config, s, plain)),
+        (contract.draft_round(config, s, 2, 2), graphs.draft_round(config, s, plain, 2, 2)),
+        (contract.draft_round(config, s, 2, 2), graphs.draft_round(config, s, fp4, 2, 2)),
     ):
         retype(model, contract.typed(spec, dtype), dtype)
         for node in model.graph:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "plugins"))
 B, N, H, D, R, W, E, M, S = 2, 6, 64, 512, 300, 128, 70, 3, 8
 K, EXPERTS, HIDDEN, INNER, LINES = 6, 256, 4096, 2048, 72
 """Of the experts of V4-Flash: each pair of a token and an expert may need a line of its own."""
-F32, I64, ACT = "FLOAT", "INT64", "BF16"
+F32, I64, I8, ACT = "FLOAT", "INT64", "INT8", "BF16"
 SOURCES: list[tuple[str, tuple[int, ...]]] = [
     (ACT, (B, N, H, D)), (ACT, (R, D)), (I64, (B, W)), (ACT, (B, N, D)), (F32, (B, N, W + N)), (ACT, (R, D)), (I64, (B, E)),
     (ACT, (B, M, D)), (F32, (B, N, E + M)), (F32, (H,)), (F32, (B, N, 32)), (F32, (B, N, 32)),
@@ -52,7 +52,18 @@ CASES: dict[str, tuple[list[tuple[str, tuple[int, ...]]], dict[str, Any]]] = {
         [(ACT, (B, N, K, INNER)), (I64, (LINES, 17)), (ACT, (EXPERTS, HIDDEN, INNER))],
         {"capability": 90},
     ),
-    "moe_combine": ([(F32, (B, N, K, HIDDEN)), (F32, (B, N, K)), (ACT, (B, N, HIDDEN))], {"capability": 90}),
+    "moe_fc1_fp4": (
+        [(ACT, (B, N, HIDDEN)), (I64, (LINES, 17)), (I8, (EXPERTS, 2 * INNER, HIDDEN // 2)), (I8, (EXPERTS, 2 * INNER, HIDDEN // 32))],
+        {"topk": K, "limit": 10.0, "capability": 90},
+    ),
+    "moe_fc2_fp4": (
+        [(ACT, (B, N, K, INNER)), (I64, (LINES, 17)), (I8, (EXPERTS, HIDDEN, INNER // 2)), (I8, (EXPERTS, HIDDEN, INNER // 32))],
+        {"capability": 90},
+    ),
+    "moe_combine": (
+        [(F32, (B, N, K, HIDDEN)), (F32, (B, N, K)), (ACT, (B, N, HIDDEN))],
+        {"scale": 1.5, "capability": 90},
+    ),
 }  # fmt: skip
 
 

@@ -28,11 +28,14 @@ FP8_KERNELS = {
     "scatter_rows_fp8",
     *(f"tree_attention_h{h}_s{s}_packed_fp8" for h in (64, 128) for s in (1, 16)),
 }
+FP4_KERNELS = {"moe_fc1_fp4", "moe_fc2_fp4"}
 
 
 def expected(dtype: str, chip: int) -> set[str]:
-    """Kernels of a dtype and chip: those over FP8 rows need a chip that converts them, and activations of 16 bits."""
-    return KERNELS | (FP8_KERNELS if chip >= 90 and dtype != "fp32" else set())
+    """Kernels of a dtype and chip: those over FP8 rows need a chip that converts them and activations of 16 bits, those over FP4
+    experts the same, but for bf16 any chip."""
+    converts = chip >= 90 and dtype != "fp32"
+    return KERNELS | (FP8_KERNELS if converts else set()) | (FP4_KERNELS if converts or dtype == "bf16" else set())
 
 
 def run_module(*command: str) -> str:

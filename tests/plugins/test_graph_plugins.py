@@ -19,9 +19,9 @@ pytestmark = [
 @pytest.mark.parametrize(("dtype", "name"), [("float16", "HALF"), ("bfloat16", "BF16")])
 def test_every_node_of_a_typed_network(dtype: str, name: str) -> None:
     found = json.loads(run_module("tests.plugins.graph_report", dtype).splitlines()[-1])
-    kinds = {"moe_align": "INT64", "moe_fc2": "FLOAT", "tree_index_score": "FLOAT"}
-    assert {entry["node"] for entry in found} == {*kinds, "tree_attention", "tree_pool", "moe_fc1", "moe_combine"}
-    assert len(found) >= 10
+    kinds = {"moe_align": "INT64", "moe_fc2": "FLOAT", "moe_fc2_fp4": "FLOAT", "tree_index_score": "FLOAT"}
+    names = {*kinds, "tree_attention", "tree_pool", "moe_fc1", "moe_fc1_fp4", "moe_combine"}
+    assert {entry["node"] for entry in found} == names and len(found) >= 12
     for entry in found:
         [(kind, shape)] = entry["outputs"]
         assert kind == kinds.get(entry["node"], name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ from v4tree_plugins import grouped_moe as moe
 
 from tests.plugins import cases
 
-LIMIT = 1.5
-"""Reached by many of the products of these cases."""
+LIMIT, SCALE = 1.5, 2.5
+"""The limit is reached by many of the products of these cases; the factor of experts in FP4."""
 WIDTHS = [(64, 32), (200, 72), (256, 160), (33, 17)]
 """(hidden, inner): powers of two, multiples of neither block, v4-nano's, and odd."""
 
@@ -47,6 +47,21 @@ class Case:
     weights: torch.Tensor
     fc1: torch.Tensor
     fc2: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of experts in FP4."""
+
+    @classmethod
+    def fp4(cls, dtype: str, ids: np.ndarray, experts: int, widths: tuple[int, int], seed: int = 0) -> Case:
+        """With random codes and scales of about the size of a weight; those of experts that nobody chose are no numbers."""
+        case, rng = cls.make(dtype, ids, experts, widths, seed), np.random.default_rng(seed)
+        packed, scales = [], []
+        for weight in (case.fc1, case.fc2):
+            *rows, inputs = weight.shape
+            near = int(127 - np.log2(3 * inputs**0.5))
+            packed.append(cases.to_torch(rng.integers(0, 256, (*rows, inputs // 2), dtype=np.uint8)))
+            scales.append(cases.to_torch(rng.integers(near - 1, near + 2, (*rows, inputs // 32), dtype=np.uint8)))
+            scales[-1][cases.to_torch(np.setdiff1d(np.arange(experts), ids))] = 255
+        return replace(case, fc1=packed[0], fc2=packed[1], scales=(scales[0], scales[1]))
 
     @classmethod
     def make(cls, dtype: str, ids: np.ndarray, experts: int, widths: tuple[int, int], seed: int = 0) -> Case:
@@ -64,13 +79,20 @@ class Case:
         keep = np.arange(len(self.ids)) if rows is None else rows
         at, ids = cases.to_torch(keep), cases.to_torch(self.ids[keep])
         inputs = (self.x[at], self.base[at], ids, self.weights[at], self.fc1, self.fc2)
+        if self.scales is not None:
+            return moe.grouped_moe(*inputs, limit=LIMIT, scales=self.scales, scale=SCALE, **options)
         return moe.grouped_moe(*inputs, limit=LIMIT, **options)
 
     def error(self, **options: int) -> float:
-        want = moe.naive_grouped_moe(
-            *map(cases.f64, (self.x, self.base)), self.ids, *map(cases.f64, (self.weights, self.fc1, self.fc2)), LIMIT
+        x, base, weights = map(cases.f64, (self.x, self.base, self.weights))
+        fc1, fc2 = map(cases.f64, (self.fc1, self.fc2))
+        if self.scales is not None:
+            pairs = zip((self.fc1, self.fc2), self.scales, strict=True)
+            fc1, fc2 = (moe.naive_fp4(packed.cpu().numpy(), scale.cpu().numpy()) for packed, scale in pairs)
+            fc2 = SCALE * fc2
+        return cases.relative_error(
+            self.run(**options), moe.naive_grouped_moe(x, base, self.ids, weights, fc1, fc2, LIMIT)
         )
-        return cases.relative_error(self.run(**options), want)
 
 
 def any_case(dtype: str, tokens: int, topk: int, experts: int, widths: tuple[int, int], kind: str = "any") -> Case:
@@ -128,12 +150,42 @@ def test_other_tiles(block: dict[str, int]) -> None:
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_a_tokens_bits_do_not_depend_on_the_others(dtype: str) -> None:
     """Alone, in a part, in another order and beside tokens that are NaN."""
-    case = any_case(dtype, 40, 3, 6, (200, 72))
-    whole, order = case.run(), np.random.default_rng(3).permutation(40)
-    for rows in (order, order[:5], order[5:6], np.arange(33)):
+    check_bits(any_case(dtype, 24, 3, 6, (200, 40)))
+
+
+def check_bits(case: Case) -> None:
+    whole, order = case.run(), np.random.default_rng(3).permutation(24)
+    for rows in (order, order[:5], order[5:6], np.arange(17)):
         assert torch.equal(case.run(rows), whole[cases.to_torch(rows)])
     case.x[::2] = float("nan")
     assert torch.equal(case.run()[1::2], whole[1::2]) and case.run()[::2].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("widths", [(64, 32), (256, 160), (320, 96)])
+@pytest.mark.parametrize(("tokens", "kind"), [(1, "any"), (33, "any"), (64, "same"), (21, "even")])
+def test_experts_in_fp4(tokens: int, kind: str, widths: tuple[int, int], dtype: str) -> None:
+    """Inputs of a tile's multiple and not."""
+    ids = routing(kind, tokens, 3, 8, np.random.default_rng(tokens))
+    assert Case.fp4(dtype, ids, 8, widths).error(block_k=128) <= cases.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_bits_with_experts_in_fp4(dtype: str) -> None:
+    check_bits(Case.fp4(dtype, routing("any", 24, 3, 6, np.random.default_rng(0)), 6, (160, 64)))
+
+
+def test_every_code_of_fp4() -> None:
+    """One token of ones and one expert whose every row holds one code 32 times; the inner rows are one."""
+    ones, ids = torch.ones(1, 32, dtype=torch.bfloat16, device=cases.DEVICE), torch.zeros(1, 1, dtype=torch.int64)
+    codes = torch.arange(16, dtype=torch.uint8).repeat_interleave(2)
+    fc2 = (codes * 17)[None, :, None].repeat(1, 1, 16).to(cases.DEVICE)
+    fc1 = torch.full((1, 64, 16), 0x22, dtype=torch.uint8, device=cases.DEVICE)
+    scales = tuple(torch.full((1, n, 1), 122, dtype=torch.uint8, device=cases.DEVICE) for n in (64, 32))
+    weights = torch.ones(1, 1, device=cases.DEVICE)
+    got = moe.grouped_moe(ones, 0 * ones, ids.to(cases.DEVICE), weights, fc1, fc2, limit=10.0, scales=scales)
+    inner = cases.f64(torch.tensor(1 / (1 + np.exp(-1))).to(torch.bfloat16))
+    assert np.allclose(cases.f64(got)[0], moe.E2M1[codes.numpy()] * inner, rtol=2**-8)
 
 
 def test_the_limit_is_one_sided_for_the_gate() -> None:

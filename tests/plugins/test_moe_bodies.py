@@ -18,7 +18,7 @@ B, N, HIDDEN, INNER, LIMIT = 2, 9, 40, 24, 1.5
 
 
 def network(experts: int, topk: int) -> ir.Model:
-    """One layer's experts with unknown B and N; outputs the lines and the sum."""
+    """One layer's experts with unknown B and N; outputs the lines and the sum. Those in FP4 are in `tests/test_typed.py`."""
     graph = ir.Graph([], [], nodes=[], name="experts", opset_imports={"": 23, "v4tree": 1})
     builder = _builder.GraphBuilder(graph)
     f32, i64 = ir.DataType.FLOAT, ir.DataType.INT64

@@ -37,9 +37,12 @@ EXPECTED: dict[str, tuple[list[list[Any]], list[int], list[int]]] = {
     "moe_align": ([["INT64", [LINES, 17]]], [257, 1, 1], [LINES, LINES]),
     "moe_fc1": ([["BF16", [B, N, 6, 2048]]], [LINES, 64, 1], [LINES]),
     "moe_fc2": ([["FLOAT", [B, N, 6, 4096]]], [LINES, 128, 1], [LINES]),
+    "moe_fc1_fp4": ([["BF16", [B, N, 6, 2048]]], [LINES, 64, 1], [LINES]),
+    "moe_fc2_fp4": ([["FLOAT", [B, N, 6, 4096]]], [LINES, 128, 1], [LINES]),
     "moe_combine": ([["BF16", [B, N, 4096]]], [B * N, 4, 1], [B * N]),
 }
 COMBINATIONS = {"tree_attention": 6, "tree_attention packed": 6, "tree_attention_split": 6, "moe_align": 1}
+COMBINATIONS |= {"moe_fc1_fp4": 2, "moe_fc2_fp4": 2}
 """Of dtypes, where they are not one for each dtype of the activations."""
 
 

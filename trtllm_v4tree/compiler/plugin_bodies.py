@@ -13,8 +13,10 @@ import onnx_ir as ir
 from onnxscript._internal import builder as _builder
 
 from trtllm_v4tree.compiler.plugin_ops import NODES
-from trtllm_v4tree.network.ops import DOMAIN, OPSET, Op, Rope, V4TreeOps, Value, const, i64
+from trtllm_v4tree.network.ops import DOMAIN, OPSET, Op, Rope, V4TreeOps, Value, const, f32, i64
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""Values of the 16 codes of FP4."""
 Body = Callable[[V4TreeOps, Op, ir.Node, Sequence[Value]], Value]
 
 
@@ -47,7 +49,7 @@ def _function(ops: V4TreeOps, node: ir.Node, name: str) -> ir.Function:
     out = node.outputs[0].dtype or ir.DataType.FLOAT
 
     def body(op: Op, *values: Value) -> Value:
-        wide = [op.Cast(v, to=1) if v.dtype != ir.DataType.INT64 else v for v in values]
+        wide = [v if v.dtype in (ir.DataType.INT64, ir.DataType.INT8) else op.Cast(v, to=1) for v in values]
         return op.Cast(_BODIES[node.op_type](ops, op, node, wide), to=int(out))
 
     return _builder.build_function(body, inputs, domain=DOMAIN, name=name, opset_imports={"": OPSET})
@@ -149,10 +151,31 @@ def _moe_fc2(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> 
     return op.Reshape(own, op.Concat(op.Shape(act, start=0, end=3), i64(op, _size(node, "weight", 1)), axis=0))
 
 
+def _fp4(op: Op, packed: Value, scales: Value) -> Value:
+    """FP4 weights [E, O, I / 2] with scales [E, O, I / 32] as float32 [E, O, I]."""
+    byte = op.Mod(op.Cast(packed, to=6), const(op, np.array(256, np.int32)))
+    half = const(op, np.array(16, np.int32))
+    codes = (op.Unsqueeze(nibble, i64(op, -1)) for nibble in (op.Mod(byte, half), op.Div(byte, half)))
+    blocks = op.Reshape(op.Concat(*codes, axis=-1), i64(op, 0, 0, -1, 32))
+    exponent = op.Cast(op.Mod(op.Cast(scales, to=6), const(op, np.array(256, np.int32))), to=1)
+    scale = op.Pow(f32(op, 2), op.Sub(exponent, f32(op, 127)))
+    values = op.Mul(op.Gather(const(op, E2M1), blocks, axis=0), op.Unsqueeze(scale, i64(op, -1)))
+    return op.Reshape(values, i64(op, 0, 0, -1))
+
+
+def _moe_fc1_fp4(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> Value:
+    return _moe_fc1(ops, op, node, (*values[:2], _fp4(op, *values[2:])))
+
+
+def _moe_fc2_fp4(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> Value:
+    return _moe_fc2(ops, op, node, (*values[:2], _fp4(op, *values[2:])))
+
+
 def _moe_combine(ops: V4TreeOps, op: Op, node: ir.Node, values: Sequence[Value]) -> Value:
     parts, weights, base = values
     share = op.Unsqueeze(ops.shares(op, weights), i64(op, -1))
-    return op.Add(op.ReduceSum(op.Mul(parts, share), i64(op, 2), keepdims=0), base)
+    total = op.ReduceSum(op.Mul(parts, share), i64(op, 2), keepdims=0)
+    return op.Add(op.Mul(total, f32(op, node.attributes["scale"].as_float())), base)
 
 
 _BODIES: dict[str, Body] = {
@@ -162,5 +185,7 @@ _BODIES: dict[str, Body] = {
     "moe_align": _moe_align,
     "moe_fc1": _moe_fc1,
     "moe_fc2": _moe_fc2,
+    "moe_fc1_fp4": _moe_fc1_fp4,
+    "moe_fc2_fp4": _moe_fc2_fp4,
     "moe_combine": _moe_combine,
 }

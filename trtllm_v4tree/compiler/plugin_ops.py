@@ -14,14 +14,17 @@ import numpy as np
 import onnx_ir as ir
 
 from trtllm_v4tree.compiler.trt_ops import TensorRtOps
+from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.errors import ConfigError
-from trtllm_v4tree.network.ops import DOMAIN, AttentionDims, KeySources, NodeRows, Op, Rope, Value, i64
+from trtllm_v4tree.network.ops import DOMAIN, AttentionDims, Experts, KeySources, NodeRows, Op, Rope, Value, i64
 
 CAPABILITIES = (80, 90, 100, 120)
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_VERIFY_TOKENS = 64
 EXPERT_LINE = 16
 """Pairs of a token and an expert that a program of the experts' products takes together."""
+FP4_INPUTS = 32
+"""Inputs of a row of FP4 weights that share a scale."""
 
 _KEYS = ("window", "window_rows", "nodes", "node_mask", "entries", "entry_rows", "branch", "entry_mask")
 NODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -33,7 +36,9 @@ NODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "moe_align": (("ids",), ("experts", "block", "capability")),
     "moe_fc1": (("x", "table", "weight"), ("topk", "limit", "capability")),
     "moe_fc2": (("act", "table", "weight"), ("capability",)),
-    "moe_combine": (("parts", "weights", "base"), ("capability",)),
+    "moe_fc1_fp4": (("x", "table", "weight", "scales"), ("topk", "limit", "capability")),
+    "moe_fc2_fp4": (("act", "table", "weight", "scales"), ("capability",)),
+    "moe_combine": (("parts", "weights", "base"), ("scale", "capability")),
 }
 """Inputs and attributes of every plugin, in order."""
 _SOURCES = "AAIAFAIAFFFF"
@@ -46,9 +51,11 @@ TYPES: dict[str, tuple[str, str]] = {
     "moe_align": ("I", "I"),
     "moe_fc1": ("AIA", "A"),
     "moe_fc2": ("AIA", "F"),
+    "moe_fc1_fp4": ("AIPP", "A"),
+    "moe_fc2_fp4": ("AIPP", "F"),
     "moe_combine": ("FFA", "A"),
 }
-"""Types of every plugin's inputs and outputs: A activations, F float32, I int64."""
+"""Types of every plugin's inputs and outputs: A activations, F float32, I int64, P packed bytes."""
 
 
 def check_options(capability: int, dtype: str, max_verify_tokens: int) -> None:
@@ -64,14 +71,23 @@ def check_options(capability: int, dtype: str, max_verify_tokens: int) -> None:
         )
 
 
+def takes_fp4(config: ModelConfig, capability: int, dtype: str) -> bool:
+    """Whether the kernels read experts of these widths in FP4: bfloat16 everywhere, float16 where the chip converts FP8."""
+    widths = (config.hidden_size, config.moe_intermediate_size)
+    known = dtype == "bfloat16" or (dtype == "float16" and capability >= 90)
+    return known and all(width % FP4_INPUTS == 0 for width in widths)
+
+
 class PluginOps(TensorRtOps):
     """Emits plugin nodes; everything that has no plugin stays as in `TensorRtOps`.
 
-    Traced in float32 whatever the activations are; with 16-bit ones the router is a product of its own.
+    Traced in float32 whatever the activations are; with 16-bit ones the router is a product of its own. With `fp4_experts` the
+    routed experts stay in FP4, as the checkpoint has them.
     """
 
-    def __init__(self, capability: int, splits: int = 1, dtype: str = "float32") -> None:
+    def __init__(self, capability: int, splits: int = 1, dtype: str = "float32", fp4_experts: bool = False) -> None:
         check_options(capability, dtype, 1)
+        self.fp4_experts = fp4_experts
         self.capability, self.splits, self.separate_router = capability, splits, dtype != "float32"
 
     def _node(self, op: Op, name: str, values: tuple[Value, ...], outputs: int = 1, **attributes: Any) -> Any:
@@ -126,11 +142,29 @@ class PluginOps(TensorRtOps):
         topk: int, limit: float,
     ) -> Value:  # fmt: skip
         """Every expert with its own tokens, those of a few experts among 256 while decoding; the weights as they are stored."""
-        table = self._node(op, "moe_align", (expert_ids,), experts=num_experts, block=EXPERT_LINE)
-        most = min(limit, float(np.finfo(np.float32).max))
-        act = self._node(op, "moe_fc1", (x, table, fc1), topk=topk, limit=most)
+        table = self._lines(op, expert_ids, num_experts)
+        act = self._node(op, "moe_fc1", (x, table, fc1), topk=topk, limit=_finite(limit))
         parts = self._node(op, "moe_fc2", (act, table, fc2))
-        return self._node(op, "moe_combine", (parts, weights, base))
+        return self._node(op, "moe_combine", (parts, weights, base), scale=1.0)
+
+    def add_fp4_experts(
+        self, op: Op, x: Value, base: Value, expert_ids: Value, weights: Value, fc1: tuple[Value, Value],
+        fc2: tuple[Value, Value], experts: Experts,
+    ) -> Value:  # fmt: skip
+        """The same, widened in registers."""
+        table = self._lines(op, expert_ids, experts.count)
+        act = self._node(op, "moe_fc1_fp4", (x, table, *fc1), topk=experts.topk, limit=_finite(experts.limit))
+        parts = self._node(op, "moe_fc2_fp4", (act, table, *fc2))
+        return self._node(op, "moe_combine", (parts, weights, base), scale=experts.scale)
+
+    def _lines(self, op: Op, expert_ids: Value, num_experts: int) -> Value:
+        """Pairs of a token and an expert, sorted by expert."""
+        return self._node(op, "moe_align", (expert_ids,), experts=num_experts, block=EXPERT_LINE)
+
+
+def _finite(limit: float) -> float:
+    """The limit of a clamp, the largest float for none."""
+    return min(limit, float(np.finfo(np.float32).max))
 
 
 Dims = list[Any]
@@ -140,11 +174,17 @@ _SHAPES: dict[str, Callable[[dict[str, Dims], dict[str, Any]], Dims]] = {
     "tree_attention": lambda of, _: of["q"],
     "tree_attention_combine": lambda of, _: of["like"],
     "moe_align": lambda _, given: [None, 1 + given["block"]],
-    "moe_fc1": lambda of, given: [*of["x"][:2], given["topk"], int(str(of["weight"][1])) // 2],
+    "moe_fc1": lambda of, given: _fc1_shape(of, given),
+    "moe_fc1_fp4": lambda of, given: _fc1_shape(of, given),
     "moe_fc2": lambda of, _: [*of["act"][:3], of["weight"][1]],
+    "moe_fc2_fp4": lambda of, _: [*of["act"][:3], of["weight"][1]],
     "moe_combine": lambda of, _: of["base"],
 }
 """Shape of a plugin's output from those of its operands and its attributes, as the plugin derives it."""
+
+
+def _fc1_shape(of: dict[str, Dims], given: dict[str, Any]) -> Dims:
+    return [*of["x"][:2], given["topk"], int(str(of["weight"][1])) // 2]
 
 
 def _shape(name: str, operands: dict[str, Value], attributes: dict[str, Any]) -> ir.Shape | None:

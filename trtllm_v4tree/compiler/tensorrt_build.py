@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from trtllm_v4tree import contract
-from trtllm_v4tree.compiler.plugin_ops import PluginOps
+from trtllm_v4tree.compiler.plugin_ops import PluginOps, takes_fp4
 from trtllm_v4tree.compiler.rtx import Report, graph_profiles
 from trtllm_v4tree.compiler.rtx_jobs import Done, Workers
 from trtllm_v4tree.compiler.tensorrt_commit import compile_kernels
@@ -47,10 +47,11 @@ def trace_all(
     dtype: str,
     capability: str,
     vocab: Sequence[int] | None = None,
+    fp4: bool = False,
 ) -> Iterator[tuple[GraphContract, ir.Model]]:
-    """Typed contract and network of every graph but the commit, which is kernels."""
-    splits = SPLITS if sizes.max_seq_len > LONG else 1
-    ops = PluginOps(int(capability.removeprefix("SM")), splits, dtype)
+    """Typed contract and network of every graph but the commit, which is kernels; `fp4`: experts stay in FP4 where the kernels take it."""
+    splits, chip = SPLITS if sizes.max_seq_len > LONG else 1, int(capability.removeprefix("SM"))
+    ops = PluginOps(chip, splits, dtype, fp4 and takes_fp4(config, chip, dtype))
     specs = [contract.target_step(config, sizes)]
     models = [graphs.target_step(config, sizes, ops)]
     for steps, topk in ((0, 1), *shapes) if sizes.has_mtp else ():
@@ -80,7 +81,9 @@ def build_files(
     kernels = compile_kernels(config, sizes, target.dtype, target.capability)
     (scratch / COMMIT_KERNELS).write_text(kernels_to_json(kernels), encoding="utf-8")
     report("reading weights", 0.0)
-    traced = trace_all(config, sizes, shapes, target.dtype, target.capability, target.draft_vocab)
+    traced = trace_all(
+        config, sizes, shapes, target.dtype, target.capability, target.draft_vocab, source.has_fp4_experts
+    )
     jobs = _jobs(list(traced), sizes, source, scratch, target)
     done = _compile(jobs, report)
     for path in (scratch / WEIGHTS_FILE, scratch / TIMING_CACHE, *(job.path("onnx") for job in jobs)):

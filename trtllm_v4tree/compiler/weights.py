@@ -21,6 +21,7 @@ _CODES: dict[ir.DataType, str] = {
     ir.DataType.FLOAT16: "F16",
     ir.DataType.INT64: "I64",
     ir.DataType.UINT8: "U8",
+    ir.DataType.INT8: "I8",
 }
 _DTYPES: dict[ir.DataType, np.dtype[Any]] = {
     ir.DataType.FLOAT: np.dtype("<f4"),
@@ -28,6 +29,7 @@ _DTYPES: dict[ir.DataType, np.dtype[Any]] = {
     ir.DataType.FLOAT16: np.dtype("<f2"),
     ir.DataType.INT64: np.dtype("<i8"),
     ir.DataType.UINT8: np.dtype("u1"),
+    ir.DataType.INT8: np.dtype("i1"),
 }
 _ALIGN = 64
 

@@ -67,6 +67,22 @@ def _stacked_in(source: TensorSource, prefix: str, count: int) -> np.ndarray:
     return np.stack([p.T.reshape(2, -1, p.shape[0]).transpose(1, 0, 2).reshape(-1, p.shape[0]) for p in parts])
 
 
+def _fp4_weights(prefix: str, names: tuple[str, ...], shape: tuple[int, int, int]) -> tuple[Weight, Weight]:
+    """Bytes int8 [E, O, I / 2] and scales int8 [E, O, I / 32] of experts in FP4, the rows of the `names` interleaved."""
+    count, rows, inputs = shape
+
+    def loader(part: int) -> Loader:
+        def load(source: TensorSource) -> np.ndarray:
+            experts = ([source.fp4(f"{prefix}.{n}.{name}.weight")[part] for name in names] for n in range(count))
+            return np.stack([np.stack(parts, axis=1).reshape(rows, -1) for parts in experts]).view(np.int8)
+
+        return load
+
+    widths = (inputs // 2, inputs // 32)
+    packed, scale = (Weight([count, rows, width], loader(n), ir.DataType.INT8) for n, width in enumerate(widths))
+    return packed, scale
+
+
 class Expert(nn.Module):
     """Weights of one routed expert: fc1 [D, 2I] (gate | up) and fc2 [I, D] times the routed scaling factor."""
 
@@ -115,6 +131,9 @@ class MixtureOfExperts(nn.Module):
         if self.ops.fused_experts:
             self.fc1 = Weight([e, d, 2 * i], lambda s: np.stack([_expert_in(s, f"{prefix}.{n}") for n in range(e)]))
             self.fc2 = Weight([e, i, d], lambda s: np.stack([s.get(f"{prefix}.{n}.w2.weight").T for n in range(e)]))
+        elif self.ops.fp4_experts:
+            self.fc1, self.fc1_scale = _fp4_weights(prefix, ("w1", "w3"), (e, 2 * i, d))
+            self.fc2, self.fc2_scale = _fp4_weights(prefix, ("w2",), (e, d, i))
         elif self.grouped:
             self.experts = nn.ModuleList([Expert(c, f"{prefix}.{n}") for n in range(e)])
         else:
@@ -126,17 +145,17 @@ class MixtureOfExperts(nn.Module):
     def forward(self, op: Op, x: Value, token_ids: Value) -> Value:
         """x [B, N, D], token_ids [B, N] -> [B, N, D]."""
         c = self.config
+        si = c.moe_intermediate_size * c.num_shared_experts
+        experts = Experts(
+            c.num_experts,
+            c.num_experts_per_tok,
+            c.moe_intermediate_size,
+            si,
+            c.swiglu_limit,
+            c.routed_scaling_factor,
+        )
         if self.ops.fused_experts:
             route = self.tid2eid if self.hashed else self.bias
-            si = c.moe_intermediate_size * c.num_shared_experts
-            experts = Experts(
-                c.num_experts,
-                c.num_experts_per_tok,
-                c.moe_intermediate_size,
-                si,
-                c.swiglu_limit,
-                c.routed_scaling_factor,
-            )
             return self.ops.mixture(op, x, token_ids, self.in_proj, self.shared_out, route, self.fc1, self.fc2, experts)
         if self.grouped:
             rows, tokens = op.Reshape(x, i64(op, -1, c.hidden_size)), op.Reshape(token_ids, i64(op, -1))
@@ -144,6 +163,9 @@ class MixtureOfExperts(nn.Module):
             out = self.ops.grouped_moe(op, rows, shared, ids, weights, [e(op) for e in self.experts], c.swiglu_limit)
             return op.Reshape(out, op.Concat(op.Shape(token_ids), i64(op, c.hidden_size), axis=0))
         ids, weights, shared = self._inputs(op, x, token_ids)
+        if self.ops.fp4_experts:
+            fc1, fc2 = (self.fc1, self.fc1_scale), (self.fc2, self.fc2_scale)
+            return self.ops.add_fp4_experts(op, x, shared, ids, weights, fc1, fc2, experts)
         return self.ops.add_experts(
             op, x, shared, ids, weights, self.fc1, self.fc2, c.num_experts, c.num_experts_per_tok, c.swiglu_limit
         )

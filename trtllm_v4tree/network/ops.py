@@ -138,6 +138,8 @@ class V4TreeOps:
     """Up to so many experts `grouped_moe` takes the place of `moe`."""
     fused_experts = False
     """Whether `mixture` takes the whole block: router, shared expert and routed experts."""
+    fp4_experts = False
+    """Whether routed experts stay in FP4, which `add_fp4_experts` then takes."""
     separate_router = False
     """Whether the router is a product of its own, which a lowering with 16-bit activations computes in float32 (spec 5.2)."""
     factored_output = False
@@ -254,6 +256,14 @@ class V4TreeOps:
     ) -> Value:  # fmt: skip
         """`moe` plus `base` [B, N, D]."""
         return op.Add(self.moe(op, x, expert_ids, weights, fc1, fc2, num_experts, topk, limit), base)
+
+    def add_fp4_experts(
+        self, op: Op, x: Value, base: Value, expert_ids: Value, weights: Value, fc1: tuple[Value, Value],
+        fc2: tuple[Value, Value], experts: Experts,
+    ) -> Value:  # fmt: skip
+        """`add_experts` of weights and scales in FP4: fc1 int8 [E, 2I, D / 2] and [E, 2I, D / 32], fc2 [E, D, I / 2] and [E, D, I / 32],
+        without the routed scaling factor."""
+        raise NotImplementedError("a lowering with fp4_experts has it as operators of its own")
 
     def grouped_moe(
         self,

@@ -15,6 +15,13 @@ class TensorSource(Protocol):
 
     def get(self, name: str) -> np.ndarray: ...
 
+    @property
+    def has_fp4_experts(self) -> bool:
+        """Whether every routed expert is stored in FP4 with power-of-two scales."""
+
+    def fp4(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Such a weight [O, I] as it is stored: bytes [O, I / 2], the even input in the low half, and scales [O, I / 32], 2^(byte - 127)."""
+
 
 Loader = Callable[[TensorSource], np.ndarray]
 
