@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -172,3 +173,17 @@ def test_full_width_flash_layer(nano: ModelConfig, tmp_path: Path, ratio: int, h
     spec = contract.target_step(config, s)
     plan = rtx.RtxBuilder(BOTH).compile(tmp_path / "layer.onnx", spec, rtx.graph_profiles(spec.name, s))
     assert plan.data and plan.layers > 500
+
+
+def test_packed_experts_stay_bytes(tmp_path: Path) -> None:
+    """The importer that TensorRT shares keeps int8 weights as they are, whatever reads them."""
+    trt = pytest.importorskip("tensorrt_rtx")
+    nodes = [onnx.helper.make_node("Concat", ["weight", "x"], ["y"], axis=0)]
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT8, [n, 4]) for name, n in (("x", 3), ("y", 5)))
+    weight = onnx.numpy_helper.from_array(np.full((2, 4), -3, np.int8), "weight")
+    graph = onnx.helper.make_graph(nodes, "bytes", [x], [y], [weight])
+    path, builder = tmp_path / "bytes.onnx", rtx.RtxBuilder(("SM89",))
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9), path)
+    network = trt.Builder(builder.logger).create_network(builder.network_flags())
+    builder._parse(network, path, "bytes")
+    assert [network.get_layer(i).get_output(0).dtype for i in range(network.num_layers)] == [trt.int8] * 2

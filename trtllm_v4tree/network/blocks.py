@@ -68,7 +68,10 @@ def _stacked_in(source: TensorSource, prefix: str, count: int) -> np.ndarray:
 
 
 def _fp4_weights(prefix: str, names: tuple[str, ...], shape: tuple[int, int, int]) -> tuple[Weight, Weight]:
-    """Bytes int8 [E, O, I / 2] and scales int8 [E, O, I / 32] of experts in FP4, the rows of the `names` interleaved."""
+    """Bytes int8 [E, O, I / 2] and scales int8 [E, O, I / 32] of experts in FP4, the rows of the `names` interleaved.
+
+    TensorRT's ONNX importer keeps int8 as it is; uint8 it would widen to int32.
+    """
     count, rows, inputs = shape
 
     def loader(part: int) -> Loader:
