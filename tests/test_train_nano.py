@@ -157,6 +157,11 @@ def test_the_exported_trunk_and_drafter_are_the_oracles(trained: Run) -> None:
                 np.testing.assert_allclose(found, chain[-1], rtol=0, atol=5e-5)
 
 
+def test_every_file_of_a_checkpoint_can_be_read_as_the_config_can(trained: Run) -> None:
+    modes = {path.name: path.stat().st_mode & 0o777 for path in trained.checkpoint_dir.iterdir()}
+    assert set(modes.values()) == {modes["config.json"]}, modes
+
+
 def test_the_check_notices_a_trunk_that_is_not_transformers(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_against_transformers(trained.checkpoint_dir, [trained.held_out[0]])
     assert found.difference < 1e-4 < 1 < found.largest and found.equal == 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from trtllm_v4tree.errors import InputError
 from trtllm_v4tree.training.model import NanoModel
@@ -120,7 +120,7 @@ def replace_text(path: Path, text: str) -> None:
 def replace_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """The same for a safetensors file."""
     beside = path.with_name(f"{path.name}.new")
-    save_file({name: value.detach().contiguous() for name, value in tensors.items()}, beside, metadata)
+    beside.write_bytes(save({name: value.detach().contiguous() for name, value in tensors.items()}, metadata))
     os.replace(beside, path)
 
 

@@ -16,7 +16,7 @@ namespace v4tree {
 namespace {
 
 // How long an idle worker waits on its core. Longer keeps a server and its clients off that core between passes: benchmarks/serving/batching.md.
-constexpr std::chrono::microseconds kPatience{50};
+constexpr std::chrono::microseconds kPatience{250};
 constexpr int64_t kMaxTasks = 1 << 15;
 
 void relax() {
