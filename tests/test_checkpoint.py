@@ -270,20 +270,23 @@ def test_decodes_fp8_and_fp4(tmp_path: Path) -> None:
 
 
 def test_experts_in_fp4_are_read_as_they_are_stored(tmp_path: Path) -> None:
-    """Where all of them are in FP4, of the drafter too."""
+    """Where all of the trunk's, or all of the drafter's, are in FP4."""
     tensors = random_tensors()
     names = [name for name in tensors if ".ffn.experts." in name]
     values = {name: quantise_fp4(tensors, name) for name in names}
     checkpoint = Checkpoint.open(write(tmp_path, tensors), CONFIG)
-    assert checkpoint.has_fp4_experts
+    assert checkpoint.has_fp4_experts(drafter=False) and checkpoint.has_fp4_experts(drafter=True)
     for name, value in values.items():
-        packed, scales = checkpoint.fp4(name)
+        packed, scales = checkpoint.fp4(name), checkpoint.fp4_scales(name)
         assert packed.dtype == scales.dtype == np.uint8
         codes = np.array(E2M1)[np.stack([packed & 15, packed >> 4], axis=-1).reshape(value.shape)]
         np.testing.assert_array_equal(codes * 2.0 ** (scales.astype(int) - 127).repeat(32, axis=1), value)
-    one = random_tensors()[names[-1]]
-    tensors.pop(names[-1].removesuffix(".weight") + ".scale")
-    assert not Checkpoint.open(write(tmp_path, tensors | {names[-1]: one}), CONFIG).has_fp4_experts
+    for drafter in (False, True):
+        name = next(name for name in names if name.startswith("mtp.") == drafter)
+        scale = name.removesuffix(".weight") + ".scale"
+        mixed = {n: t for n, t in tensors.items() if n != scale} | {name: random_tensors()[name]}
+        checkpoint = Checkpoint.open(write(tmp_path, mixed), CONFIG)
+        assert not checkpoint.has_fp4_experts(drafter) and checkpoint.has_fp4_experts(not drafter)
 
 
 def test_a_checkpoint_without_mtp_opens(tmp_path: Path) -> None:

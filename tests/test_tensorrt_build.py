@@ -5,6 +5,7 @@ and what the builder asks of TensorRT, on a module that takes it down.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import onnx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from trtllm_v4tree.cli.main import status_of
 from trtllm_v4tree.compiler import rtx, rtx_jobs, tensorrt_build, tensorrt_plan
@@ -372,19 +375,69 @@ def test_options_of_the_target() -> None:
 def test_experts_in_fp4_stay_so_where_the_kernels_take_them(
     dtype: str, capability: str, kept: bool, checkpoint: Path, bare: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[set[str]] = []
+    stand_in(monkeypatch, capability)
+    seen = watch_experts(monkeypatch)
+    pack_experts(checkpoint)
+    assert bare("--dtype", dtype).status == 0
+    assert seen["target_step"] == seen["draft_s1_k1"] == kept
+
+
+def watch_experts(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether the experts of each compiled graph that has any are in FP4, nodes and weights alike."""
+    seen: dict[str, bool] = {}
 
     def look(workers: rtx_jobs.Workers, job: Any) -> rtx_jobs.Done:
         graph = onnx.load(job.path("onnx")).graph
-        seen.append({node.op_type for node in graph.node if node.op_type.startswith("moe_fc")})
+        nodes = {node.op_type for node in graph.node if node.op_type.startswith("moe_fc")}
         kinds = {w.data_type for w in graph.initializer if w.name.endswith((".fc1", ".fc2", ".fc1_scale"))}
-        assert not seen[-1] or ((onnx.TensorProto.INT8 in kinds) == kept and (len(kinds) == 1))
+        if nodes:
+            seen[job.spec.name] = kinds == {onnx.TensorProto.INT8}
+            suffix = "_fp4" if seen[job.spec.name] else ""
+            assert nodes == {f"moe_fc1{suffix}", f"moe_fc2{suffix}"} and len(kinds) == 1
         return compile_here(workers, job)
 
-    stand_in(monkeypatch, capability)
     monkeypatch.setattr(rtx_jobs.Workers, "compile", look)
-    pack_experts(checkpoint)
-    assert bare("--dtype", dtype).status == 0
-    suffix = "_fp4" if kept else ""
-    assert {f"moe_fc1{suffix}", f"moe_fc2{suffix}"} in seen
-    assert all(kinds in (set(), {f"moe_fc1{suffix}", f"moe_fc2{suffix}"}) for kinds in seen)
+    return seen
+
+
+@pytest.mark.parametrize("drafter", [False, True])
+def test_trunk_and_drafter_stay_in_fp4_each_for_itself(
+    drafter: bool, checkpoint: Path, bare: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a file of MTP weights in FP4 beside a float32 trunk, or the other way round."""
+    stand_in(monkeypatch)
+    seen = watch_experts(monkeypatch)
+    packed = pack_experts(write_tiny(tmp_path / "packed", "w16", seed=1))
+    trunk, mtp = (checkpoint, packed) if drafter else (packed, checkpoint)
+    tensors = load_file(mtp / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if name.startswith("mtp.")}, tmp_path / "mtp.safetensors")
+    if not drafter:
+        shutil.copy(trunk / "model.safetensors", checkpoint)
+    assert bare("--dtype", "bfloat16", "--mtp_weights", tmp_path / "mtp.safetensors").status == 0
+    assert seen["target_step"] != drafter and seen["draft_s1_k1"] == drafter
+
+
+@pytest.mark.parametrize(
+    ("dtype", "byte", "zeros", "held"),
+    [
+        ("bfloat16", 2, False, True), ("bfloat16", 252, False, True), ("bfloat16", 1, False, False),
+        ("bfloat16", 0, True, True), ("bfloat16", 253, False, False), ("bfloat16", 255, True, False),
+        ("float16", 104, False, True), ("float16", 140, False, True), ("float16", 103, False, False),
+        ("float16", 0, True, True), ("float16", 141, False, False), ("float32", 0, False, True),
+    ],
+)  # fmt: skip
+def test_scales_that_the_kernels_cannot_hold_are_refused(
+    dtype: str, byte: int, zeros: bool, held: bool, checkpoint: Path, build: Build
+) -> None:
+    """One scale of an expert; too small a one does no harm to zeros. In float32 experts are widened."""
+    path = pack_experts(checkpoint) / "model.safetensors"
+    tensors, name = load_file(path), "layers.0.ffn.experts.1.w3"
+    tensors[f"{name}.scale"].view(torch.uint8)[2, 1] = byte
+    if zeros:
+        tensors[f"{name}.weight"][2, 16:32] = torch.tensor([0, -128, 8, -120], dtype=torch.int8).repeat(4)
+    save_file(tensors, path)
+    ran = build("--dtype", dtype)
+    if held:
+        assert ran.status == 0
+    else:
+        refused(ran, f"{name}.weight", f"bytes {byte} to {byte}", "--dtype float32", "bfloat16")

@@ -168,8 +168,11 @@ class Decided:
     def __init__(self, checkpoint: Path, config: ModelConfig) -> None:
         self.source = Checkpoint.open(checkpoint, config, None)
 
-    def fp4(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def fp4(self, name: str) -> np.ndarray:
         return self.source.fp4(name)
+
+    def fp4_scales(self, name: str) -> np.ndarray:
+        return self.source.fp4_scales(name)
 
     def get(self, name: str) -> np.ndarray:
         value = self.source.get(name)

@@ -141,18 +141,21 @@ class Checkpoint:
         dtype = self._stored[name].dtype
         return dtype == "BF16" or (dtype not in _FLOATS and self._stored[_scale_name(name)].dtype != "F32")
 
-    @property
-    def has_fp4_experts(self) -> bool:
-        """Whether every routed expert, the drafter's too, is stored in FP4 with ue8m0 scales, as `fp4` reads it."""
+    def has_fp4_experts(self, drafter: bool) -> bool:
+        """Whether every routed expert of the drafter, or of the trunk, is stored in FP4 with ue8m0 scales, as `fp4` reads it."""
         return all(
             self._stored[name].dtype in _PACKED_FP4 and self._stored[_scale_name(name)].dtype != "F32"
             for name in self._shapes
-            if _EXPERT_WEIGHT.search(name)
+            if _EXPERT_WEIGHT.search(name) and name.startswith("mtp.") == drafter
         )
 
-    def fp4(self, name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        """An expert's weight [out, in] as it is stored: bytes [out, in / 2] and scales [out, in / 32] (spec section 9)."""
-        return _read(self._stored[name], np.uint8), _read(self._stored[_scale_name(name)], np.uint8)
+    def fp4(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes [out, in / 2] of an expert's weight [out, in] as they are stored (spec section 9)."""
+        return _read(self._stored[name], np.uint8)
+
+    def fp4_scales(self, name: str) -> npt.NDArray[np.uint8]:
+        """Its scales [out, in / 32] as they are stored, 2^(byte - 127); 255 is no number."""
+        return _read(self._stored[_scale_name(name)], np.uint8)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,7 +8,9 @@ A pair is a token with one of its experts, numbered token * k + j. Four launches
 * `moe_combine` adds the k pairs of a token, weighted, in the order of the router.
 
 Experts are of the activations' dtype, or FP4 as V4 stores them: two e2m1 values a byte, the even input in the low half, and a byte
-of scale, 2^(byte - 127), for 32 inputs of a row. They are widened in registers (16-bit activations; fp16 where the chip converts FP8).
+of scale, 2^(byte - 127), for 32 inputs of a row. They are widened in registers (16-bit activations; fp16 where the chip converts FP8),
+exactly for bytes 2 to 252 in bf16 and 104 to 140 in fp16. Beyond, a scale or a weight may be rounded, zero or infinite; byte 255, no
+number in the format, is infinite too, so a caller keeps to these.
 
 Nothing is added across programs and no tile depends on what else is in a batch, so a token's result is the same bits beside any others.
 """

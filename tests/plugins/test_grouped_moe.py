@@ -175,17 +175,22 @@ def test_bits_with_experts_in_fp4(dtype: str) -> None:
     check_bits(Case.fp4(dtype, routing("any", 24, 3, 6, np.random.default_rng(0)), 6, (160, 64)))
 
 
-def test_every_code_of_fp4() -> None:
-    """One token of ones and one expert whose every row holds one code 32 times; the inner rows are one."""
-    ones, ids = torch.ones(1, 32, dtype=torch.bfloat16, device=cases.DEVICE), torch.zeros(1, 1, dtype=torch.int64)
+@pytest.mark.parametrize(("dtype", "byte"), [("bf16", 2), ("bf16", 122), ("bf16", 252), ("fp16", 104), ("fp16", 140)])
+def test_every_code_of_fp4(dtype: str, byte: int) -> None:
+    """One token of ones and one expert whose every output row holds one code 32 times, with the least and the largest scale that
+    the loader lets pass; gate 1 and up 1.5 of the first inner row, zeros of the others."""
+    ones, ids = torch.ones(1, 32, dtype=cases.DTYPES[dtype], device=cases.DEVICE), torch.zeros(1, 1, dtype=torch.int64)
     codes = torch.arange(16, dtype=torch.uint8).repeat_interleave(2)
     fc2 = (codes * 17)[None, :, None].repeat(1, 1, 16).to(cases.DEVICE)
-    fc1 = torch.full((1, 64, 16), 0x22, dtype=torch.uint8, device=cases.DEVICE)
-    scales = tuple(torch.full((1, n, 1), 122, dtype=torch.uint8, device=cases.DEVICE) for n in (64, 32))
+    fc1 = torch.zeros((1, 64, 16), dtype=torch.uint8, device=cases.DEVICE)
+    fc1[0, 0], fc1[0, 1] = 0x22, 0x33
+    scales = tuple(torch.full((1, n, 1), b, dtype=torch.uint8, device=cases.DEVICE) for n, b in ((64, 122), (32, byte)))
+    options = {"limit": 10.0, "scales": scales, "scale": 2.0 ** (127 - byte)}
     weights = torch.ones(1, 1, device=cases.DEVICE)
-    got = moe.grouped_moe(ones, 0 * ones, ids.to(cases.DEVICE), weights, fc1, fc2, limit=10.0, scales=scales)
-    inner = cases.f64(torch.tensor(1 / (1 + np.exp(-1))).to(torch.bfloat16))
-    assert np.allclose(cases.f64(got)[0], moe.E2M1[codes.numpy()] * inner, rtol=2**-8)
+    got = moe.grouped_moe(ones, 0 * ones, ids.to(cases.DEVICE), weights, fc1, fc2, **options)
+    inner = cases.f64(torch.tensor(1.5 / (1 + np.exp(-1))).to(ones.dtype))
+    unit = {"bf16": 2**-8, "fp16": 2**-11}[dtype]
+    assert np.allclose(cases.f64(got)[0], moe.E2M1[codes.numpy()] * inner, rtol=unit)
 
 
 def test_the_limit_is_one_sided_for_the_gate() -> None:

@@ -25,6 +25,11 @@ EXPERT_LINE = 16
 """Pairs of a token and an expert that a program of the experts' products takes together."""
 FP4_INPUTS = 32
 """Inputs of a row of FP4 weights that share a scale."""
+FP4_SCALES = {"float32": range(2, 253), "float16": range(104, 141), "bfloat16": range(2, 253)}
+"""Bytes of FP4 scales, 2^(byte - 127), with which every e2m1 value, 0.5 to 6 times the scale, is exact in the activations' dtype, and no
+subnormal but in float16: 2^-125 to 2^125, in float16 2^-23 to 2^13. The kernels round a scale to that dtype; 255, no number, they
+read as infinity.
+"""
 
 _KEYS = ("window", "window_rows", "nodes", "node_mask", "entries", "entry_rows", "branch", "entry_mask")
 NODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -82,12 +87,12 @@ class PluginOps(TensorRtOps):
     """Emits plugin nodes; everything that has no plugin stays as in `TensorRtOps`.
 
     Traced in float32 whatever the activations are; with 16-bit ones the router is a product of its own. With `fp4_experts` the
-    routed experts stay in FP4, as the checkpoint has them.
+    routed experts stay in FP4, as the checkpoint has them, with scales of `FP4_SCALES` alone.
     """
 
     def __init__(self, capability: int, splits: int = 1, dtype: str = "float32", fp4_experts: bool = False) -> None:
         check_options(capability, dtype, 1)
-        self.fp4_experts = fp4_experts
+        self.fp4_experts, self.fp4_scales = fp4_experts, FP4_SCALES[dtype]
         self.capability, self.splits, self.separate_router = capability, splits, dtype != "float32"
 
     def _node(self, op: Op, name: str, values: tuple[Value, ...], outputs: int = 1, **attributes: Any) -> Any:

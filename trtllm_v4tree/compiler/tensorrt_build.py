@@ -47,16 +47,20 @@ def trace_all(
     dtype: str,
     capability: str,
     vocab: Sequence[int] | None = None,
-    fp4: bool = False,
+    fp4: tuple[bool, bool] = (False, False),
 ) -> Iterator[tuple[GraphContract, ir.Model]]:
-    """Typed contract and network of every graph but the commit, which is kernels; `fp4`: experts stay in FP4 where the kernels take it."""
+    """Typed contract and network of every graph but the commit, which is kernels.
+
+    `fp4`: whether the experts of trunk and drafter are stored in FP4; each stay so where the kernels take it.
+    """
     splits, chip = SPLITS if sizes.max_seq_len > LONG else 1, int(capability.removeprefix("SM"))
-    ops = PluginOps(chip, splits, dtype, fp4 and takes_fp4(config, chip, dtype))
+    kept = takes_fp4(config, chip, dtype)
+    trunk, drafter = (PluginOps(chip, splits, dtype, stored and kept) for stored in fp4)
     specs = [contract.target_step(config, sizes)]
-    models = [graphs.target_step(config, sizes, ops)]
+    models = [graphs.target_step(config, sizes, trunk)]
     for steps, topk in ((0, 1), *shapes) if sizes.has_mtp else ():
         specs.append(contract.draft_round(config, sizes, steps, topk))
-        models.append(graphs.draft_round(config, sizes, ops, steps, topk, vocab))
+        models.append(graphs.draft_round(config, sizes, drafter, steps, topk, vocab))
     for spec, model in zip(specs, models, strict=True):
         typed = contract.typed(spec, dtype)
         retype(model, typed, dtype)
@@ -81,9 +85,8 @@ def build_files(
     kernels = compile_kernels(config, sizes, target.dtype, target.capability)
     (scratch / COMMIT_KERNELS).write_text(kernels_to_json(kernels), encoding="utf-8")
     report("reading weights", 0.0)
-    traced = trace_all(
-        config, sizes, shapes, target.dtype, target.capability, target.draft_vocab, source.has_fp4_experts
-    )
+    fp4 = source.has_fp4_experts(drafter=False), source.has_fp4_experts(drafter=True)
+    traced = trace_all(config, sizes, shapes, target.dtype, target.capability, target.draft_vocab, fp4)
     jobs = _jobs(list(traced), sizes, source, scratch, target)
     done = _compile(jobs, report)
     for path in (scratch / WEIGHTS_FILE, scratch / TIMING_CACHE, *(job.path("onnx") for job in jobs)):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
 
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.network.ops import Experts, HyperGains, Op, V4TreeOps, Value, i64
-from trtllm_v4tree.network.weight import Loader, TensorSource, Weight, tensor, transposed
+from trtllm_v4tree.network.weight import Loader, TensorSource, Weight, held_scales, tensor, transposed
 
 
 def _mix_weight(prefix: str, gains: tuple[int, ...]) -> tuple[Loader, Loader]:
@@ -67,23 +69,24 @@ def _stacked_in(source: TensorSource, prefix: str, count: int) -> np.ndarray:
     return np.stack([p.T.reshape(2, -1, p.shape[0]).transpose(1, 0, 2).reshape(-1, p.shape[0]) for p in parts])
 
 
-def _fp4_weights(prefix: str, names: tuple[str, ...], shape: tuple[int, int, int]) -> tuple[Weight, Weight]:
+def _fp4_weights(
+    prefix: str, names: tuple[str, ...], shape: tuple[int, int, int], held: range
+) -> tuple[Weight, Weight]:
     """Bytes int8 [E, O, I / 2] and scales int8 [E, O, I / 32] of experts in FP4, the rows of the `names` interleaved.
 
-    TensorRT's ONNX importer keeps int8 as it is; uint8 it would widen to int32.
+    TensorRT's ONNX importer keeps int8 as it is; uint8 it would widen to int32. Scales outside `held` are refused when they are read.
     """
     count, rows, inputs = shape
 
-    def loader(part: int) -> Loader:
-        def load(source: TensorSource) -> np.ndarray:
-            experts = ([source.fp4(f"{prefix}.{n}.{name}.weight")[part] for name in names] for n in range(count))
-            return np.stack([np.stack(parts, axis=1).reshape(rows, -1) for parts in experts]).view(np.int8)
+    def stacked(read: Callable[[str], np.ndarray]) -> np.ndarray:
+        experts = ([read(f"{prefix}.{n}.{name}.weight") for name in names] for n in range(count))
+        return np.stack([np.stack(parts, axis=1).reshape(rows, -1) for parts in experts]).view(np.int8)
 
-        return load
-
-    widths = (inputs // 2, inputs // 32)
-    packed, scale = (Weight([count, rows, width], loader(n), ir.DataType.INT8) for n, width in enumerate(widths))
-    return packed, scale
+    packed = Weight([count, rows, inputs // 2], lambda s: stacked(s.fp4), ir.DataType.INT8)
+    scales = Weight(
+        [count, rows, inputs // 32], lambda s: stacked(lambda name: held_scales(s, name, held)), ir.DataType.INT8
+    )
+    return packed, scales
 
 
 class Expert(nn.Module):
@@ -135,8 +138,8 @@ class MixtureOfExperts(nn.Module):
             self.fc1 = Weight([e, d, 2 * i], lambda s: np.stack([_expert_in(s, f"{prefix}.{n}") for n in range(e)]))
             self.fc2 = Weight([e, i, d], lambda s: np.stack([s.get(f"{prefix}.{n}.w2.weight").T for n in range(e)]))
         elif self.ops.fp4_experts:
-            self.fc1, self.fc1_scale = _fp4_weights(prefix, ("w1", "w3"), (e, 2 * i, d))
-            self.fc2, self.fc2_scale = _fp4_weights(prefix, ("w2",), (e, d, i))
+            self.fc1, self.fc1_scale = _fp4_weights(prefix, ("w1", "w3"), (e, 2 * i, d), self.ops.fp4_scales)
+            self.fc2, self.fc2_scale = _fp4_weights(prefix, ("w2",), (e, d, i), self.ops.fp4_scales)
         elif self.grouped:
             self.experts = nn.ModuleList([Expert(c, f"{prefix}.{n}") for n in range(e)])
         else:

@@ -140,6 +140,8 @@ class V4TreeOps:
     """Whether `mixture` takes the whole block: router, shared expert and routed experts."""
     fp4_experts = False
     """Whether routed experts stay in FP4, which `add_fp4_experts` then takes."""
+    fp4_scales = range(0)
+    """Bytes of their scales that it takes, 2^(byte - 127)."""
     separate_router = False
     """Whether the router is a product of its own, which a lowering with 16-bit activations computes in float32 (spec 5.2)."""
     factored_output = False

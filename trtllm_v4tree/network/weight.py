@@ -9,18 +9,22 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
 
+from trtllm_v4tree.errors import CheckpointError
+
 
 class TensorSource(Protocol):
     """What the network needs of a checkpoint: a tensor by its canonical (original DeepSeek) name."""
 
     def get(self, name: str) -> np.ndarray: ...
 
-    @property
-    def has_fp4_experts(self) -> bool:
-        """Whether every routed expert is stored in FP4 with power-of-two scales."""
+    def has_fp4_experts(self, drafter: bool) -> bool:
+        """Whether every routed expert of the drafter, or of the trunk, is stored in FP4 with power-of-two scales."""
 
-    def fp4(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Such a weight [O, I] as it is stored: bytes [O, I / 2], the even input in the low half, and scales [O, I / 32], 2^(byte - 127)."""
+    def fp4(self, name: str) -> np.ndarray:
+        """Such a weight [O, I] as it is stored: bytes [O, I / 2], the even input in the low half."""
+
+    def fp4_scales(self, name: str) -> np.ndarray:
+        """Its scales as they are stored: bytes [O, I / 32] that mean 2^(byte - 127)."""
 
 
 Loader = Callable[[TensorSource], np.ndarray]
@@ -41,6 +45,26 @@ def tensor(name: str) -> Loader:
 def transposed(name: str) -> Loader:
     """A linear weight [out, in] as [in, out]."""
     return lambda source: source.get(name).T
+
+
+def held_scales(source: TensorSource, name: str, held: range) -> np.ndarray:
+    """Scale bytes [O, I / 32] of a weight in FP4; a byte below `held` is let pass where its 32 inputs are all zero.
+
+    Raises CheckpointError for any other byte outside `held`, with which the kernels may round weights, to zero too, or make them infinite.
+    """
+    scales = source.fp4_scales(name)
+    low, high = scales < held.start, scales >= held.stop
+    if low.any():
+        codes = source.fp4(name).reshape(*scales.shape, -1)
+        low &= (codes & 0x77).any(axis=-1)
+    wrong = scales[low | high]
+    if wrong.size:
+        raise CheckpointError(
+            f"{name} has FP4 scales of bytes {wrong.min()} to {wrong.max()}, but the kernels of this dtype hold {held.start} to "
+            f"{held.stop - 1}, 2^(byte - 127); choose --dtype float32, which widens experts, or bfloat16 in place of float16, and where "
+            "the byte is 255, which is no number, download the checkpoint again."
+        )
+    return scales
 
 
 def rope_first(array: np.ndarray, heads: int, head_dim: int, rope_dim: int, axis: int = 0) -> np.ndarray:
