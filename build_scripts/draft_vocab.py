@@ -31,6 +31,7 @@ def count(
     data: Annotated[list[Path], typer.Option(help="text, .jsonl or .json, as for train_nano.py")],
     size: Annotated[int, typer.Option(min=16, help="tokens of the vocabulary")],
     output: Annotated[Path, typer.Option(help="JSON file to write: token ids, most frequent first")],
+    end: Annotated[int, typer.Option(help="id that ends an answer, which no text holds: always among them")] = 1,
 ) -> None:
     try:
         encode = load_tokenizer(tokenizer).encode
@@ -45,10 +46,15 @@ def count(
             f"error: the files hold {len(counts)} different tokens and --size is {size}: add text, or take fewer."
         )
         raise typer.Exit(2)
-    chosen = counts.most_common(size)
-    output.write_text(json.dumps([token for token, _ in chosen]), encoding="utf-8")
+    counts.pop(end, None)
+    chosen = counts.most_common(size - 1)
+    try:
+        output.write_text(json.dumps([end, *(token for token, _ in chosen)]), encoding="utf-8")
+    except OSError as error:
+        console.print(f"error: {output} cannot be written ({error.strerror}): give another --output.", markup=False)
+        raise typer.Exit(2) from None
     share = sum(n for _, n in chosen) / counts.total()
-    console.print(f"{size} of {len(counts)} tokens seen, {100 * share:.1f} % of {counts.total()}: {output}")
+    console.print(f"{size} of {len(counts) + 1} tokens, {100 * share:.1f} % of {counts.total()}: {output}")
 
 
 def written(document: Document) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from trtllm_v4tree.compiler.build import BuildOptions, build
 from trtllm_v4tree.compiler.draft_vocab import parse_draft_vocab
 from trtllm_v4tree.errors import ConfigError
 from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
+from trtllm_v4tree.tokenizer import load_tokenizer
 
 from .harness import Built, Driver
 from .oracle.reference import Oracle
@@ -103,7 +106,7 @@ def test_bad_files(content: str, said: str, tmp_path: Path) -> None:
         parse_draft_vocab(str(tmp_path / "ids.json"), VOCAB)
 
 
-@pytest.mark.parametrize("text", ["0", "15", "212", "999999999999", "-5", "missing.json", ""])
+@pytest.mark.parametrize("text", ["0", "15", "212", "999999999", "999999999999", "-5", "missing.json", ""])
 def test_bad_options(text: str, checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="draft_vocab"):
         build(checkpoint, tmp_path / "engine", replace(OPTIONS, draft_vocab=text))
@@ -113,3 +116,23 @@ def test_bad_options(text: str, checkpoint: Path, tmp_path: Path) -> None:
 def test_no_draft_round_to_restrict(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="draft_vocab"):
         build(checkpoint, tmp_path / "engine", replace(OPTIONS, draft_vocab="16", draft_shapes=()))
+
+
+def test_the_script_counts_answers_and_keeps_the_end(tmp_path: Path, nano_dir: Path) -> None:
+    script = Path(__file__).resolve().parents[1] / "build_scripts" / "draft_vocab.py"
+    text = {"question": "zebra zebra zebra", "answer": "a b c d e f g h i j k l m n o p q r s t a a a"}
+    (tmp_path / "text.jsonl").write_text(json.dumps(text))
+
+    def run(size: int, output: Path) -> subprocess.CompletedProcess[str]:
+        files = ["--tokenizer", nano_dir / "tokenizer.json", "--data", tmp_path / "text.jsonl", "--output", output]
+        return subprocess.run(
+            [sys.executable, script, *map(str, files), "--size", str(size)], capture_output=True, text=True
+        )
+
+    assert run(16, tmp_path / "ids.json").returncode == 0
+    ids = json.loads((tmp_path / "ids.json").read_text())
+    tokenizer = load_tokenizer(nano_dir / "tokenizer.json")
+    assert len(set(ids)) == 16 and ids[0] == 1 and tokenizer.decode(ids[1:2]).strip() == "a"
+    asked, refused = run(99, tmp_path / "more.json"), run(16, tmp_path / "missing" / "ids.json")
+    assert asked.returncode == 2 and "--size is 99" in asked.stderr and not (tmp_path / "more.json").exists()
+    assert refused.returncode == 2 and "cannot be written" in refused.stderr and "Traceback" not in refused.stderr

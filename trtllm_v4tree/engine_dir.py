@@ -222,11 +222,18 @@ def _parsed(data: dict[str, Any]) -> Manifest:
         built_with=_texts(data, "built_with"),
         compute_capabilities=_parsed_capabilities(data) if target in PLAN_TARGETS else (),
         cpu_kernels=_get(data, "cpu_kernels", str),
-        draft_vocab_size=_get({"draft_vocab_size": 0, **data}, "draft_vocab_size", int),
+        draft_vocab_size=_parsed_draft_vocab(data, config),
     )
     if target in PLAN_TARGETS and data.get("contract") != json.loads(manifest.to_json())["contract"]:
         raise ValueError("contract does not follow from config and sizes")
     return manifest
+
+
+def _parsed_draft_vocab(data: dict[str, Any], config: ModelConfig) -> int:
+    size = _get({"draft_vocab_size": 0, **data}, "draft_vocab_size", int)
+    if not 0 <= size <= config.vocab_size:
+        raise ValueError(f"draft_vocab_size is {size}, not 0 to {config.vocab_size}")
+    return size
 
 
 def _get(data: dict[str, Any], name: str, kind: type[_T]) -> _T:

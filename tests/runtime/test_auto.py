@@ -33,11 +33,20 @@ def machine(per_node: float, per_step: float, host: float = 0.1) -> LatencyTable
 
 @dataclass
 class World:
-    """The target follows a drafted token with `skill` times the drafter's probability, on a machine that takes what `real` says."""
+    """The target follows a drafted token with `skill` times the drafter's probability, on a machine that takes what `real` says.
+
+    The first rounds after a switch between plain decoding and drafting take `cold` times as long. What the policy times of itself, with
+    two looks at the clock, takes `tick` milliseconds of host time.
+    """
 
     real: LatencyTable
     skill: float
     seed: int = 0
+    cold: float = 1.0
+    tick: float = 0.0
+    looks: int = 0
+    run_length: int = 0
+    drafted: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def run(self, policy: Policy | None, batch: int, rounds: int) -> float:
@@ -47,10 +56,25 @@ class World:
         for _ in range(rounds):
             shape = policy.shape(batch) if policy else None
             emitted, took = self._round(policy, shape, batch, rng)
+            took = self._with_switch(shape is not None, took)
             for phase, ms in took.items():
                 self.seconds[phase] += ms / 1e3
             tokens, spent = tokens + emitted, spent + sum(took.values())
         return tokens / spent
+
+    def now(self) -> float:
+        self.looks += 1
+        return self.looks // 2 * self.tick / 1e3
+
+    def _with_switch(self, drafted: bool, took: dict[str, float]) -> dict[str, float]:
+        """What a round takes in its place in the row, the looks at the clock since the last one included."""
+        self.run_length = self.run_length + 1 if drafted == self.drafted else 0
+        self.drafted = drafted
+        factor = self.cold if self.run_length < 3 else 1.0
+        took = {phase: factor * ms for phase, ms in took.items()}
+        took["host"] += self.looks // 2 * self.tick
+        self.looks = 0
+        return took
 
     def _round(
         self, policy: Policy | None, shape: Shape | None, batch: int, rng: np.random.Generator
@@ -92,7 +116,7 @@ class World:
 
 
 def made(world: World, table: LatencyTable | None = None) -> AutoPolicy:
-    return AutoPolicy(SHAPES, 16, table or world.real, world.seconds, now=lambda: 0.0)
+    return AutoPolicy(SHAPES, 16, table or world.real, world.seconds, world.now)
 
 
 MACHINES = {
@@ -143,6 +167,48 @@ def test_another_text_changes_the_plan_and_back() -> None:
     world.skill = 0.9
     world.run(policy, 4, 700)
     assert (drafting.shape is not None, plain.shape, policy.plan.shape is not None) == (True, None, True)
+
+
+def test_a_cold_start_is_not_what_drafting_takes() -> None:
+    world = World(machine(0.25, 0.15), 0.9, cold=3.0)
+    policy = made(world)
+    world.run(policy, 1, 150)
+    assert policy.plan.shape is not None
+    assert policy.costs.rest_ms(1) < 1.2 * world.real.overhead_ms(1)
+    best = max(world.run(FixedPolicy(s) if s else None, 1, 100) for s in FIXED)
+    assert world.run(policy, 1, 150) >= 0.93 * best
+
+
+def test_what_learning_takes_is_not_what_drafting_takes() -> None:
+    world = World(machine(0.25, 0.15), 0.9, tick=0.2)
+    policy = made(world)
+    world.run(policy, 1, 150)
+    assert policy.plan.shape is not None
+    assert policy.costs.rest_ms(1) < 1.2 * world.real.overhead_ms(1)
+
+
+def test_short_probes_find_out_that_drafting_has_become_cheap() -> None:
+    """Probes of two rounds, all of them cold."""
+    world = World(machine(0.9, 1.5), 0.9, cold=1.3)
+    policy = made(world, machine(0.25, 0.15))
+    world.run(policy, 1, 200)
+    assert policy.plan.shape is None
+    world.real = machine(0.1, 0.1)
+    world.run(policy, 1, 3000)
+    assert policy.plan.shape is not None
+
+
+def test_a_probe_that_pays_goes_on_until_it_does_not() -> None:
+    probes, plain, draft = Probes(), Plan(None, 1.0, 1.0), Plan((3, 2), 0.9, 3.0)
+    probes.spent(1.0, 1.0)
+    while not probes.due(plain, draft, known=True):
+        probes.spent(1.0, 1.0)
+    for _ in range(10):
+        probes.brought(0.5)
+        assert probes.due(plain, draft, known=True)
+    probes.brought(-9.0)
+    assert probes.due(plain, draft, known=True) and probes.over
+    assert not probes.due(plain, draft, known=True)
 
 
 def test_probes_lose_no_more_than_their_share() -> None:

@@ -7,6 +7,7 @@ what it cannot propose is never accepted, and the text stays the target's.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from trtllm_v4tree.errors import ConfigError
@@ -19,7 +20,7 @@ def parse_draft_vocab(text: str, vocab_size: int) -> tuple[int, ...]:
 
     Returns ids in ascending order; raises ConfigError for a file that is not such a list, or too few or unknown tokens.
     """
-    ids = list(range(int(text))) if text.isdecimal() and len(text) < 10 else _read(Path(text))
+    ids = range(int(text)) if text.isdecimal() and len(text) < 10 else _read(Path(text))
     if not LEAST <= len(ids) <= vocab_size:
         raise ConfigError(f"draft_vocab has {len(ids)} tokens: give {LEAST} to {vocab_size}, the model's vocab_size.")
     wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
@@ -30,7 +31,7 @@ def parse_draft_vocab(text: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _read(path: Path) -> list[int]:
+def _read(path: Path) -> Sequence[int]:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

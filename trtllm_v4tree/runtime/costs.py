@@ -17,7 +17,7 @@ from trtllm_v4tree.runtime.latency import LatencyTable
 Floats = NDArray[np.float64]
 Key = tuple[object, ...]
 _MEMORY, _ENOUGH = 48, 3
-_WILD = 3.0
+_WILD, _SLACK = 3.0, 1.3
 _ROW_MS = 0.01
 
 
@@ -33,6 +33,11 @@ class _Scale:
             value = min(max(value, self.log - math.log(_WILD)), self.log + math.log(_WILD))
         self.count += 1
         self.log += (value - self.log) / min(self.count, _MEMORY)
+
+    def cap(self, ratio: float) -> None:
+        """The mean is hardly more than this; without a mean it says nothing."""
+        if self.count:
+            self.log = min(self.log, math.log(_SLACK * max(ratio, 0.02)))
 
 
 class Costs:
@@ -64,28 +69,33 @@ class Costs:
         return _ROW_MS * rows * batch * self._scale("backlog", batch)
 
     def saw_backlog(self, batch: int, rows: int, ms: float) -> None:
-        self._add(ms / (_ROW_MS * rows * batch), "backlog", batch)
+        self._add(False, ms / (_ROW_MS * rows * batch), "backlog", batch)
 
-    def saw_plain(self, batch: int, ms: float) -> None:
-        self._add(ms / (self.table.target_ms(batch, 1) + self.table.overhead_ms(batch)), "plain", batch)
+    def saw_plain(self, batch: int, ms: float, at_most: bool = False) -> None:
+        """A plain step; `at_most`: the next ones take no longer, and perhaps less."""
+        ratio = ms / (self.table.target_ms(batch, 1) + self.table.overhead_ms(batch))
+        self._add(at_most, ratio, "plain", batch)
 
-    def saw_round(self, batch: int, shape: tuple[int, int], nodes: int, ms: Mapping[str, float]) -> None:
-        """ms: `verify`, `rest` and perhaps `draft` of a round that verified trees of up to `nodes` nodes."""
+    def saw_round(
+        self, batch: int, shape: tuple[int, int], nodes: int, ms: Mapping[str, float], at_most: bool = False
+    ) -> None:
+        """ms: `verify`, `rest` and perhaps `draft` of a round that verified trees of up to `nodes` nodes; `at_most` as above."""
         if "draft" in ms:
-            self._add(ms["draft"] / self.table.draft_ms(*shape, batch), "draft", batch, shape)
+            self._add(at_most, ms["draft"] / self.table.draft_ms(*shape, batch), "draft", batch, shape)
         if nodes > 1:
-            self._add(ms["verify"] / self.table.target_ms(batch, nodes), "verify", batch)
-        self._add(ms["rest"] / self.table.overhead_ms(batch), "rest", batch)
+            self._add(at_most, ms["verify"] / self.table.target_ms(batch, nodes), "verify", batch)
+        self._add(at_most, ms["rest"] / self.table.overhead_ms(batch), "rest", batch)
 
     def known(self, batch: int, drafting: bool) -> bool:
         """Whether enough rounds of this kind were run at about this batch size."""
         scale = self._scales.get(("verify" if drafting else "plain", bucket(batch)))
         return scale is not None and scale.count >= _ENOUGH
 
-    def _add(self, ratio: float, part: str, batch: int, *more: object) -> None:
+    def _add(self, at_most: bool, ratio: float, part: str, batch: int, *more: object) -> None:
         key: Key = (part, bucket(batch), *more)
         for end in range(1, len(key) + 1):
-            self._scales.setdefault(key[:end], _Scale()).add(ratio)
+            scale = self._scales.setdefault(key[:end], _Scale())
+            (scale.cap if at_most else scale.add)(ratio)
 
     def _scale(self, part: str, batch: int, *more: object) -> float:
         """The most special mean that has enough rounds; 1 where nothing was run."""

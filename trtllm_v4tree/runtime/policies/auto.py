@@ -188,16 +188,19 @@ class AutoPolicy:
         """`again`: the round before had the same shape."""
         rest = max(0.0, ms["host"] + ms["accept"] + ms["commit"] - last.learning_ms)
         self._probes.spent(sum(ms.values()), self.costs.plain_ms(last.batch))
-        if last.like_it < (_WARM if self.costs.known(last.batch, last.shape is not None) else _COLD):
+        if last.shape is not None and self._unread and not self._restarted:
+            longer = ms["draft"] - self.costs.draft_ms(last.shape, last.batch)
+            self.costs.saw_backlog(last.batch, self._unread, longer)
+        known = self.costs.known(last.batch, last.shape is not None)
+        warm = last.like_it >= (_WARM if known else _COLD)
+        if not (warm or known):
             return
         if last.shape is None:
-            self.costs.saw_plain(last.batch, ms["verify"] + rest)
+            self.costs.saw_plain(last.batch, ms["verify"] + rest, at_most=not warm)
         else:
             draft = {"draft": ms["draft"]} if again and not self._unread else {}
-            self.costs.saw_round(last.batch, last.shape, last.nodes, {**draft, "verify": ms["verify"], "rest": rest})
-            if self._unread and not self._restarted:
-                longer = ms["draft"] - self.costs.draft_ms(last.shape, last.batch)
-                self.costs.saw_backlog(last.batch, self._unread, longer)
+            parts = {**draft, "verify": ms["verify"], "rest": rest}
+            self.costs.saw_round(last.batch, last.shape, last.nodes, parts, at_most=not warm)
 
     def _restart(self, share: float) -> None:
         """A share of the sequences is new; what was learnt of those before them holds in part."""
@@ -307,7 +310,7 @@ class Probes:
 
     def restart(self) -> None:
         """New sequences have come: another text, perhaps."""
-        self._since, self._left = max(self._since, _DRAFT_EVERY), 0
+        self._since = max(self._since, _DRAFT_EVERY)
 
     def due(self, plan: Plan, other: Plan, known: bool, behind_ms: float = 0.0) -> bool:
         """Whether this round goes to `other`, which first makes up for `behind_ms`; of what is not known yet, a burst of rounds."""
