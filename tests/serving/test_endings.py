@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from trtllm_v4tree.cli import serve
 from trtllm_v4tree.serving import endings
+from trtllm_v4tree.serving.launch import Endpoints, LaunchError
+from trtllm_v4tree.serving.remote import RemoteLoop
 
 
 def _end(program: str) -> subprocess.Popen[bytes]:
@@ -76,3 +83,50 @@ def test_a_crash_shows_what_python_was_doing() -> None:
     program = "from trtllm_v4tree.serving import endings; endings.show_crashes()\nimport ctypes\ndef here(): ctypes.string_at(96)\nhere()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == -signal.SIGSEGV and "Segmentation fault" in done.stderr and "in here" in done.stderr
+
+
+@pytest.fixture
+def triton() -> Iterator[Any]:
+    """A process in the place of Triton's that goes on."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield SimpleNamespace(process=child, ending=lambda: "tritonserver ended")
+    child.kill()
+    child.wait()
+
+
+_LEAVING = """
+import socket, sys, time
+with socket.socket(socket.AF_UNIX) as s:
+    s.bind(sys.argv[1])
+    s.listen()
+    peer, _ = s.accept()
+peer.recv(1)
+peer.close()
+time.sleep(1)
+"""
+
+
+def test_an_engine_process_on_its_way_out_is_left_to_end(tmp_path: Path, triton: Any) -> None:
+    """It has closed its socket and still runs."""
+    path = tmp_path / "s"
+    child = subprocess.Popen([sys.executable, "-c", _LEAVING, str(path)])
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    remote = RemoteLoop(path)
+    trouble = serve._trouble(remote)
+    assert trouble == serve.ENDED and endings.running(child.pid)
+    words = serve._what_ended(triton, remote.owner_pid, trouble)
+    assert f"the engine's process ended: process {child.pid}, with status 0" in words
+    assert child.wait() == 0
+
+
+def test_no_server_is_ready_whose_engine_process_does_not_answer(
+    tmp_path: Path, triton: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    remote, endpoints = RemoteLoop(tmp_path / "none"), Endpoints("127.0.0.1", 1, 2, 3)
+    with pytest.raises(LaunchError, match="the engine's process ended"):
+        asyncio.run(serve._until_stopped(triton, remote, endpoints, None, None, 1))
+    assert "ready" not in capfd.readouterr().err
+    assert "could not be waited for" in serve._drained(remote, 1)

@@ -255,27 +255,31 @@ from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
 _target = OnnxRuntimeExecutor.target
 def target(self, feeds):
     if os.path.exists({path!r}):
-        ctypes.PyDLL(None).sleep(120)
+        {call}
     return _target(self, feeds)
 OnnxRuntimeExecutor.target = target
 '''
 def prepare(target, parameters):
     repository = real(target, parameters)
     model = repository / "tensorrt_llm" / "1" / "model.py"
-    model.write_text(model.read_text() + HANG.format(path=sys.argv[1]))
+    model.write_text(model.read_text() + HANG.format(path=sys.argv[1], call=sys.argv[2]))
     return repository
 launch.prepare_repository = prepare
 from trtllm_v4tree.cli.main import run
-run(sys.argv[2:])
+run(sys.argv[3:])
 """
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [("ctypes.PyDLL(None).sleep(120)", "did not answer"), ("ctypes.CDLL(None).sleep(120)", "did not end a round")],
+    ids=["with Python's lock", "without it"],
+)
 def test_an_engine_process_that_hangs_shows_where_and_ends_the_server(
-    start: Callable[..., Server], tmp_path: Path
+    start: Callable[..., Server], tmp_path: Path, call: str, words: str
 ) -> None:
-    """A call that keeps Python's lock for ever."""
     flag = tmp_path / "hang"
-    server = start(command=[sys.executable, "-c", _HANGING, str(flag), "serve"])
+    server = start(command=[sys.executable, "-c", _HANGING, str(flag), call, "serve"])
     owner = _owner(server)
     assert _short(server)
     flag.touch()
@@ -283,15 +287,25 @@ def test_an_engine_process_that_hangs_shows_where_and_ends_the_server(
         list(stream(client, "ensemble", tensors(**LONG)))
     assert server.process.wait(timeout=60) == 1
     log = _words(server)
-    assert f"the engine's process ({owner}) did not answer within 3 s" in log and "in target" in log
+    assert f"the engine's process ({owner}) {words} within 3 s" in log and "in target" in log
 
 
-def test_the_end_of_tritonserver_is_told_as_its_own(start: Callable[..., Server]) -> None:
+def _triton(server: Server) -> int:
+    (pid,) = [p for p in server.children() if Path(f"/proc/{p}/comm").read_text().startswith("tritonserver")]
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "by SIGKILL (Killed)"), (signal.SIGTERM, "with status 0")]
+)
+def test_the_end_of_tritonserver_is_told_as_its_own(start: Callable[..., Server], number: int, words: str) -> None:
     server = start()
-    (triton,) = [p for p in server.children() if Path(f"/proc/{p}/comm").read_text().startswith("tritonserver")]
-    os.kill(triton, signal.SIGKILL)
+    triton = _triton(server)
+    os.kill(triton, number)
     assert server.process.wait(timeout=60) == 1
-    assert f"tritonserver (process {triton}) ended by SIGKILL (Killed)" in _words(server)
+    log = _words(server)
+    assert f"tritonserver (process {triton}) ended {words}" in log
+    assert "did not answer" not in log and "Fatal Python error" not in log
 
 
 def test_a_stopped_server_leaves_nothing(start: Callable[..., Server]) -> None:
@@ -299,13 +313,67 @@ def test_a_stopped_server_leaves_nothing(start: Callable[..., Server]) -> None:
     server = start()
     assert _short(server)
     server.metrics()
-    os.kill(_owner(server), signal.SIGTERM)  # as a service manager does that signals every process
-    memory = f"v4tree_{server.process.pid}_*"
-    assert list(Path("/dev/shm").glob(memory))
+    os.kill(_owner(server), signal.SIGTERM)
+    assert _memory(server)
     assert server.stop() == 0
     log = server.log.read_text(errors="replace")
     assert "Fatal Python error" not in log and "Exit timeout expired" not in log
-    assert not list(Path("/dev/shm").glob(memory))
+    assert not _memory(server)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["serve first", "serve last"])
+def test_a_server_whose_processes_all_get_the_signal_stops_as_well(start: Callable[..., Server], first: bool) -> None:
+    """As a service manager does, in any order: Triton ends the engine's process while `v4tree serve` waits for its requests."""
+    server = start()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(server.grpc()) for _ in range(16)]
+        running = [stream(client, "ensemble", tensors(**LONG)) for client in clients]
+        for results in running:
+            next(results)
+        children = server.children()
+        if first:
+            server.terminate()
+            time.sleep(0.3)
+        for pid in children:
+            os.kill(pid, signal.SIGTERM)
+        server.terminate()
+        for results in running:
+            with contextlib.suppress(InferenceServerException):
+                list(results)
+    assert server.stop() == 0
+    log = _words(server)
+    assert "stopped" in log and "Fatal Python error" not in log and "Traceback" not in log
+    assert not _memory(server)
+
+
+def _memory(server: Server) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"v4tree_{server.process.pid}-*"))
+
+
+def test_the_next_start_removes_what_a_killed_server_left(start: Callable[..., Server]) -> None:
+    server = start()
+    processes = server.children()
+    server.process.kill()
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    server.process.wait()
+    _wait_gone(processes)
+    assert _memory(server)
+    assert start().stop() == 0 and not _memory(server)
+
+
+def test_shared_memory_that_cannot_be_removed_stops_nothing(tmp_path: Path) -> None:
+    """A directory stands for another user's file in /dev/shm, which only that user may remove."""
+    prefix = launch.memory_prefix(tmp_path)
+    foreign, own = Path(f"/dev/shm/{prefix}a"), Path(f"/dev/shm/{prefix}b")
+    foreign.mkdir()
+    try:
+        own.touch()
+        launch._remove_memory(prefix)
+        assert foreign.exists() and not own.exists()
+    finally:
+        foreign.rmdir()
 
 
 def test_a_server_that_stops_amid_short_lived_clients_leaves_nothing(start: Callable[..., Server]) -> None:
@@ -339,7 +407,7 @@ def test_a_server_that_stops_amid_short_lived_clients_leaves_nothing(start: Call
     assert server.stop() == 0 and served["asked"] > 50
     log = server.log.read_text(errors="replace")
     assert "Fatal Python error" not in log and "terminate called" not in log
-    assert not list(Path("/dev/shm").glob(f"v4tree_{server.process.pid}_*"))
+    assert not _memory(server)
 
 
 def test_sigkill_of_the_server_leaves_no_process(start: Callable[..., Server]) -> None:
@@ -399,7 +467,7 @@ def test_the_repository_serves_without_v4tree_serve(engine_dir: Path, tmp_path: 
     repository = launch.prepare_repository(tmp_path / "models", {"engine_dir": str(engine_dir), "threads": "1"})
     grpc, http, metrics = free_ports(3)
     process = launch.TritonProcess(
-        triton, repository, launch.Endpoints("127.0.0.1", grpc, http, metrics), verbose=False
+        triton, repository, launch.Endpoints("127.0.0.1", grpc, http, metrics), False, f"v4tree_{os.getpid()}-test_"
     )
     try:
         process.wait_ready(60.0)

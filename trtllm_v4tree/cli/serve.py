@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from trtllm_v4tree.serving.remote import RemoteLoop
 
 WATCH_S = 1.0
-ANSWER_S = 60.0  # the longest that a busy engine's process takes to answer
+ANSWER_S = 60.0  # the longest that a busy engine's process takes to answer, and its engine thread for a round
+END_S = 5.0  # the longest that it takes to end once it has closed its socket
+ENDED = "ended"
 KEY_VARIABLE = "V4TREE_API_KEY"
 
 
@@ -81,7 +83,14 @@ def serve(
     """Serve an engine with Triton Inference Server (gRPC, HTTP) and, if asked, an OpenAI-style endpoint."""
     from trtllm_v4tree.llm import check_engine
     from trtllm_v4tree.serving import logs
-    from trtllm_v4tree.serving.launch import Endpoints, TritonProcess, cache_directory, find_triton, prepare_repository
+    from trtllm_v4tree.serving.launch import (
+        Endpoints,
+        TritonProcess,
+        cache_directory,
+        find_triton,
+        memory_prefix,
+        prepare_repository,
+    )
     from trtllm_v4tree.serving.remote import RemoteLoop
 
     if log_level not in ("debug", "info", "warning", "error"):
@@ -113,7 +122,7 @@ def serve(
         }
         repository = prepare_repository(cache / "models", parameters)
         endpoints = Endpoints(host, grpc_port, http_port, metrics_port)
-        process = TritonProcess(triton, repository, endpoints, verbose)
+        process = TritonProcess(triton, repository, endpoints, verbose, memory_prefix(cache))
         process.wait_ready(600.0)
         remote = RemoteLoop(socket)
         app = None
@@ -148,49 +157,81 @@ async def _until_stopped(
         from trtllm_v4tree.serving import openai_server
 
         server = await openai_server.start(app, endpoints.host, openai_port, grace_s)
-    await asyncio.to_thread(_alive, remote)  # from here on the engine's process is known
-    _announce(endpoints, openai_port)
+    announced = False
     while not stopping.is_set():
+        try:
+            await asyncio.to_thread(_check, process, remote)
+        except LaunchError:
+            if stopping.is_set():  # a service manager has signalled every process
+                break
+            raise
+        if not announced:
+            _announce(endpoints, openai_port)
+            announced = True
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stopping.wait(), WATCH_S)
-        if process.process.poll() is not None:
-            raise LaunchError(f"{process.ending()}; its messages are above.")
-        if not stopping.is_set() and not await asyncio.to_thread(_alive, remote):
-            raise LaunchError(await asyncio.to_thread(_what_ended, process, remote.owner_pid))
     stderr.print(f"stopping: running requests have {grace_s} s to end")
-    ended = await asyncio.to_thread(remote.drain, grace_s)
+    last = await asyncio.to_thread(_drained, remote, grace_s)
     if server is not None:
         await openai_server.stop(server)
-    stderr.print("stopped" if ended else "stopped; some requests did not end in time")
+    stderr.print(last)
 
 
-def _alive(remote: RemoteLoop) -> bool:
-    """Whether the engine's process answers; a busy one has time, and a connection that was lost is made again once."""
+def _drained(remote: RemoteLoop, grace_s: int) -> str:
+    """Lets running requests end; the last words of the server."""
+    try:
+        return "stopped" if remote.drain(grace_s) else "stopped; some requests did not end in time"
+    except ServingError:  # as where a service manager has signalled every process
+        return "stopped; the engine's process ended or did not answer, so its requests could not be waited for"
+
+
+def _check(process: TritonProcess, remote: RemoteLoop) -> None:
+    """Raises LaunchError if Triton has ended, or the engine's process has or hangs."""
+    from trtllm_v4tree.serving.launch import LaunchError
+
+    if process.process.poll() is not None:
+        raise LaunchError(f"{process.ending()}; its messages are above.")
+    trouble = _trouble(remote)
+    if trouble is not None:
+        raise LaunchError(_what_ended(process, remote.owner_pid, trouble))
+
+
+def _trouble(remote: RemoteLoop) -> str | None:
+    """None where the engine's process is well, how it hangs, or ENDED where its connection is lost and cannot be made again. A busy one has
+    ANSWER_S to answer and for each of its rounds."""
     for _ in range(2):
         try:
-            remote.stats(timeout_s=ANSWER_S)
-            return True
+            round_s = remote.stats(timeout_s=ANSWER_S)["round_s"]
         except ServingError:
-            if remote.connected:  # the process did not answer
-                return False
-    return False
+            if remote.connected:
+                return f"did not answer within {ANSWER_S:g} s"
+        else:
+            return f"did not end a round within {ANSWER_S:g} s" if round_s > ANSWER_S else None
+    return ENDED
 
 
-def _what_ended(process: TritonProcess, owner: int | None) -> str:
-    """What a user must know about an engine's process that does not answer. One that hangs is made to show what it does, and ends."""
+def _what_ended(process: TritonProcess, owner: int | None, trouble: str) -> str:
+    """What a user must know about this trouble of the engine's process. One that hangs is made to show what it does, and ends."""
     from trtllm_v4tree.serving import endings
 
     again = "Triton does not start it again: start the server again."
     if owner is None:
-        return f"the engine's process ended, and {again}"
-    if endings.running(owner):
-        os.kill(owner, signal.SIGABRT)
+        return f"the engine's process {trouble}, and {again}"
+    if trouble != ENDED:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner, signal.SIGABRT)
         time.sleep(1.0)
-        return f"the engine's process ({owner}) did not answer within {ANSWER_S:g} s and was ended; what its threads did is above. {again}"
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it ends when Triton is gone
-        process.process.wait(timeout=0.0 if endings.other_ending(owner) else 3.0)
+        return f"the engine's process ({owner}) {trouble} and was ended; what its threads did is above. {again}"
+    deadline = time.monotonic() + END_S
+    while endings.running(owner) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    how = endings.other_ending(owner)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it ends before Triton does, and when Triton is gone
+        process.process.wait(timeout=3.0 if how in (None, endings.ending(0)) else 0.0)
         return f"{process.ending()}, and the engine's process with it; their messages are above."
-    how = endings.other_ending(owner) or "in a way that the system does not tell"
+    if endings.running(owner):
+        return f"the engine's process ({owner}) took no connection any more and did not end within {END_S:g} s. {again}"
+    how = how or "in a way that the system does not tell"
     return f"the engine's process ended: process {owner}, {how}; its last messages are above. {again}"
 
 

@@ -126,10 +126,10 @@ def cache_directory() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtllm_v4tree"
     private_directory(root)
     for old in root.glob("serve-*"):
-        if not _alive(pid := int(old.name.rpartition("-")[2])):
-            _remove_memory(pid)
+        if not _alive(int(old.name.split("-")[1])):
+            _remove_memory(memory_prefix(old))
             shutil.rmtree(old, ignore_errors=True)
-    return private_directory(root / f"serve-{os.getpid()}")
+    return private_directory(root / f"serve-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _alive(pid: int) -> bool:
@@ -158,11 +158,14 @@ class Endpoints:
 
 
 class TritonProcess:
-    """A running `tritonserver`, in a session of its own so that a terminal's Ctrl-C reaches only us."""
+    """A running `tritonserver`, in a session of its own so that a terminal's Ctrl-C reaches only us.
 
-    def __init__(self, triton: Triton, repository: Path, endpoints: Endpoints, verbose: bool) -> None:
+    Names of its shared memory start with `memory`, and `stop` removes all that do.
+    """
+
+    def __init__(self, triton: Triton, repository: Path, endpoints: Endpoints, verbose: bool, memory: str) -> None:
         e = endpoints
-        self.endpoints = endpoints
+        self.endpoints, self.memory = endpoints, memory
         key = f"{_CLOSED_APIS}:v4tree-admin={secrets.token_urlsafe(24)}"
         arguments = [
             str(triton.binary),
@@ -174,7 +177,7 @@ class TritonProcess:
             f"--metrics-address={e.host}", f"--metrics-port={e.metrics_port}",
             f"--http-restricted-api={key}", f"--grpc-restricted-protocol={key}",
             f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-            f"--backend-config=python,shm-region-prefix-name={_memory_prefix(os.getpid())}",
+            f"--backend-config=python,shm-region-prefix-name={memory}",
             f"--log-info={'true' if verbose else 'false'}",
         ]  # fmt: skip
         self.process = subprocess.Popen(
@@ -216,18 +219,20 @@ class TritonProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        _remove_memory(os.getpid())
+        _remove_memory(self.memory)
 
 
-def _memory_prefix(pid: int) -> str:
-    """How the shared memory of the python backend is named for the server that `v4tree serve` runs as process `pid`."""
-    return f"v4tree_{pid}_"
+def memory_prefix(cache: Path) -> str:
+    """How names of the shared memory start for the server with this directory of `cache_directory`. Its random part tells apart containers
+    that share /dev/shm and number their processes alike."""
+    return f"v4tree_{cache.name.removeprefix('serve-')}_"
 
 
-def _remove_memory(pid: int) -> None:
+def _remove_memory(prefix: str) -> None:
     """Triton leaves shared memory behind when it ends in a hurry; a container has 64 MB of it."""
-    for region in Path("/dev/shm").glob(f"{_memory_prefix(pid)}*"):
-        region.unlink(missing_ok=True)
+    for region in Path("/dev/shm").glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # another user's
+            region.unlink()
 
 
 def _end_with_parent() -> None:

@@ -80,6 +80,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._draining = self._stopping = self._given_up = False
         self._faults = 0
+        self._round_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="v4tree-engine", daemon=True)
 
     @classmethod
@@ -155,10 +156,17 @@ class EngineLoop:
     def busy(self) -> bool:
         return bool(self._live or self._inbox)
 
+    @property
+    def round_s(self) -> float:
+        """How long the running round has taken; 0 between two."""
+        began = self._round_began
+        return 0.0 if began is None else time.monotonic() - began
+
     # ---------------------------------------------------------------- the engine thread
 
     def _run(self) -> None:
         while self._wait_for_work():
+            self._round_began = time.monotonic()
             self._take_inbox()
             self._end_unwanted()
             try:
@@ -168,6 +176,7 @@ class EngineLoop:
                 self._fault(error)
             self._deliver()
             self._observe()
+            self._round_began = None
 
     def _wait_for_work(self) -> bool:
         with self._changed:

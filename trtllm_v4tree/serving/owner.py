@@ -115,7 +115,7 @@ class _Connection:
             if (ticket := self.tickets.get(number)) is not None:
                 ticket.cancel()
         elif kind == "stats":
-            self._send({"reply": number, "data": self.loop.stats.to_json()})
+            self._send({"reply": number, "data": {**self.loop.stats.to_json(), "round_s": self.loop.round_s}})
         elif kind == "drain":
             threading.Thread(target=self._drain, args=(number, float(message["grace_s"])), daemon=True).start()
         else:

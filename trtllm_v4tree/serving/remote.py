@@ -53,6 +53,7 @@ class RemoteLoop:
         return None if self._link is None else self._link.owner_pid
 
     def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        """The fields of `Stats`, and as `round_s` how long the engine thread's running round has taken."""
         return self._ask({"op": "stats"}, timeout_s)
 
     def drain(self, grace_s: float) -> bool:
@@ -138,10 +139,13 @@ class _Link:
             answer(message["data"])
 
     def _fail_all(self) -> None:
-        for handler in [self.handlers.pop(n) for n in list(self.handlers)]:
-            handler(failure(_unavailable("ended while the request ran")))
-        for answer in [self.replies.pop(n) for n in list(self.replies)]:
-            answer(None)
+        """`submit` and `_ask` may take their own number back meanwhile."""
+        for number in list(self.handlers):
+            if (handler := self.handlers.pop(number, None)) is not None:
+                handler(failure(_unavailable("ended while the request ran")))
+        for number in list(self.replies):
+            if (answer := self.replies.pop(number, None)) is not None:
+                answer(None)
 
 
 def _unavailable(what: str) -> ServingError:
