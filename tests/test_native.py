@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,18 @@ def test_threads_do_not_change_a_bit() -> None:
         native.set_num_threads(threads)
         results += run(NativeOps(False), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": x}, {"w": w})
     native.set_num_threads(0)
+    assert all(np.array_equal(results[0], r) for r in results[1:])
+
+
+def test_how_long_idle_threads_wait_changes_nothing() -> None:
+    rng = np.random.default_rng(4)
+    x, w = normal(rng, 1, 24, 512), normal(rng, 512, 2048)
+    results = []
+    for microseconds in (0, 50, 1000):
+        native.set_patience(microseconds)
+        for _ in range(3):
+            time.sleep(0.002)
+            results += run(NativeOps(False), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": x}, {"w": w})
     assert all(np.array_equal(results[0], r) for r in results[1:])
 
 

@@ -247,7 +247,7 @@ _HANGING = """
 import sys
 from trtllm_v4tree.cli import serve
 from trtllm_v4tree.serving import launch
-serve.ANSWER_S = 3.0
+serve.ANSWER_S = serve.ROUND_S = 3.0
 real = launch.prepare_repository
 HANG = '''
 import ctypes, os

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from trtllm_v4tree.serving.remote import RemoteLoop
 
 WATCH_S = 1.0
-ANSWER_S = 60.0  # the longest that a busy engine's process takes to answer, and its engine thread for a round
+ANSWER_S, ROUND_S = (
+    60.0,
+    300.0,
+)  # the longest that a busy engine's process takes to answer, and its engine thread for a round
 END_S = 5.0  # the longest that it takes to end once it has closed its socket
 ENDED = "ended"
 KEY_VARIABLE = "V4TREE_API_KEY"
@@ -198,7 +201,7 @@ def _check(process: TritonProcess, remote: RemoteLoop) -> None:
 
 def _trouble(remote: RemoteLoop) -> str | None:
     """None where the engine's process is well, how it hangs, or ENDED where its connection is lost and cannot be made again. A busy one has
-    ANSWER_S to answer and for each of its rounds."""
+    ANSWER_S to answer and ROUND_S for each of its rounds."""
     for _ in range(2):
         try:
             round_s = remote.stats(timeout_s=ANSWER_S)["round_s"]
@@ -206,7 +209,7 @@ def _trouble(remote: RemoteLoop) -> str | None:
             if remote.connected:
                 return f"did not answer within {ANSWER_S:g} s"
         else:
-            return f"did not end a round within {ANSWER_S:g} s" if round_s > ANSWER_S else None
+            return f"did not end a round within {ROUND_S:g} s" if round_s > ROUND_S else None
     return ENDED
 
 

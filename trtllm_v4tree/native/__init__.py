@@ -37,6 +37,13 @@ def set_num_threads(count: int) -> None:
         ctypes.CDLL(str(path)).v4tree_set_num_threads(ctypes.c_int(count))
 
 
+def set_patience(microseconds: int) -> None:
+    """How long an idle thread of the operators keeps its core: 1,000 at first, less where other processes need the core between passes."""
+    path = library()
+    if path is not None:
+        ctypes.CDLL(str(path)).v4tree_set_patience(ctypes.c_int(microseconds))
+
+
 def _instruction_set(path: Path) -> str | None:
     if not _is_whole(path):
         return None

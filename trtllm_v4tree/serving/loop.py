@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from trtllm_v4tree import native
 from trtllm_v4tree.accounting import state_bytes
 from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.llm import LLM
@@ -27,6 +28,9 @@ from trtllm_v4tree.serving.stats import Stats, Tally
 from trtllm_v4tree.tokenizer import EngineTokenizer
 
 MAX_FAULTS = 8  # consecutive failed passes after which the engine is given up
+PATIENCE_US = (
+    50  # of the idle threads of native operators, whose core the server and its clients need between two passes
+)
 
 
 class Shown(NamedTuple):
@@ -95,6 +99,7 @@ class EngineLoop:
     ) -> EngineLoop:
         """Loads an engine directory and starts its thread."""
         llm = LLM(engine_dir, speculation, threads=threads, deterministic=deterministic, max_num_tokens=max_num_tokens)
+        native.set_patience(PATIENCE_US)
         loop = cls(llm.engine, llm.tokenizer, max_queue)
         loop.start()
         return loop

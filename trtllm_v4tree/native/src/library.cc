@@ -76,6 +76,8 @@ extern "C" __attribute__((visibility("default"))) const char* v4tree_instruction
 
 extern "C" __attribute__((visibility("default"))) void v4tree_set_num_threads(int count) { v4tree::set_num_threads(count); }
 
+extern "C" __attribute__((visibility("default"))) void v4tree_set_patience(int microseconds) { v4tree::set_patience(microseconds); }
+
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace v4tree;
   const OrtApi* api = base->get_api(ort::kApiVersion);

@@ -15,9 +15,11 @@ namespace v4tree {
 
 namespace {
 
-// How long an idle worker waits on its core. Longer keeps a server and its clients off that core between passes: benchmarks/serving/batching.md.
-constexpr std::chrono::microseconds kPatience{250};
 constexpr int64_t kMaxTasks = 1 << 15;
+
+// How many microseconds an idle worker waits on its core. Longer than the host works between two passes, it need not be woken; but it
+// keeps a server and its clients off that core: benchmarks/serving/batching.md.
+std::atomic<int> patience{1000};
 
 void relax() {
 #if defined(__x86_64__)
@@ -88,7 +90,7 @@ class Pool {
       uint64_t epoch;
       for (int spins = 1; (epoch = claims_.load(std::memory_order_acquire) >> 32) == seen; ++spins) {
         relax();
-        if (spins % 256 == 0 && std::chrono::steady_clock::now() - since > kPatience) {
+        if (spins % 256 == 0 && std::chrono::steady_clock::now() - since > std::chrono::microseconds(patience.load(std::memory_order_relaxed))) {
           std::unique_lock<std::mutex> lock(sleep_);
           asleep_.fetch_add(1, std::memory_order_seq_cst);
           wake_.wait(lock, [&] { return claims_.load(std::memory_order_seq_cst) >> 32 != seen; });
@@ -133,6 +135,8 @@ int num_threads() {
 }
 
 void set_num_threads(int count) { limit.store(count, std::memory_order_relaxed); }
+
+void set_patience(int microseconds) { patience.store(microseconds, std::memory_order_relaxed); }
 
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
   if (tasks > 1 && tasks < kMaxTasks && num_threads() > 1 && pool().try_run(tasks, body, argument)) return;

@@ -9,6 +9,7 @@ namespace v4tree {
 
 int num_threads();                // how many threads an operator may use
 void set_num_threads(int count);  // 0: one per processor of this process
+void set_patience(int microseconds);  // how long an idle thread keeps its core
 
 // body(argument, task) for every task in [0, tasks); returns when all are done. One caller at a time is helped, others run alone.
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument);
