@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from trtllm_v4tree.serving.remote import RemoteLoop
 
 WATCH_S = 1.0
-ANSWER_S, ROUND_S = (
-    60.0,
-    300.0,
-)  # the longest that a busy engine's process takes to answer, and its engine thread for a round
+ANSWER_S = 60.0  # the longest that a busy engine's process takes to answer
+ROUND_S = 300.0  # the longest that its engine thread takes for a round
 END_S = 5.0  # the longest that it takes to end once it has closed its socket
 ENDED = "ended"
 KEY_VARIABLE = "V4TREE_API_KEY"

@@ -28,9 +28,7 @@ from trtllm_v4tree.serving.stats import Stats, Tally
 from trtllm_v4tree.tokenizer import EngineTokenizer
 
 MAX_FAULTS = 8  # consecutive failed passes after which the engine is given up
-PATIENCE_US = (
-    50  # of the idle threads of native operators, whose core the server and its clients need between two passes
-)
+PATIENCE_US = 50  # of the native operators' idle threads: between passes the server and its clients need the core
 
 
 class Shown(NamedTuple):
