@@ -40,6 +40,9 @@ def train(
         Path | None, typer.Option(help="checkpoint to go on from, with its config and tokenizer")
     ] = None,
     start_mtp: Annotated[Path | None, typer.Option(help="file of mtp.* tensors in place of the checkpoint's")] = None,
+    grow_from: Annotated[
+        Path | None, typer.Option(help="checkpoint of a shallower model than --config, which begins as that one")
+    ] = None,
     freeze_trunk: Annotated[
         bool, typer.Option(help="train the drafter alone; it learns the trunk's distribution")
     ] = False,
@@ -81,6 +84,7 @@ def train(
         config=config,
         start_from=start_from,
         start_mtp=start_mtp,
+        grow_from=grow_from,
         freeze_trunk=freeze_trunk,
         fresh_drafter=fresh_drafter,
         index_topk=index_topk,

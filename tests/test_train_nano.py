@@ -29,6 +29,7 @@ from trtllm_v4tree.training import attention, documents, streams
 from trtllm_v4tree.training.batches import ASSISTANT, BOS, EOS, USER, RowBatches, encode_document
 from trtllm_v4tree.training.export import check_against_transformers, load_model
 from trtllm_v4tree.training.fusion import compile_fusible
+from trtllm_v4tree.training.grow import Origin, grown, origins
 from trtllm_v4tree.training.losses import DraftPlan, draft_steps, joint_losses
 from trtllm_v4tree.training.model import NanoModel
 from trtllm_v4tree.training.optimizer import Rates
@@ -307,6 +308,86 @@ def test_compiled_functions_give_the_same_losses_and_gradients(trained: Run) -> 
         )
 
 
+DEEPER = TINY | {"num_hidden_layers": 10, "compress_ratios": [0, 0, 4, 16, 4, 16, 4, 16, 4, 16, 0]}
+
+
+def _grown(trained: Run, wanted: ModelConfig) -> NanoModel:
+    model = NanoModel(wanted).eval()
+    model.load_state_dict(grown(load_model(trained.checkpoint_dir).state_dict(), trained.config, wanted))
+    return model
+
+
+def test_a_grown_model_begins_as_the_one_it_comes_from(trained: Run) -> None:
+    wanted = ModelConfig.from_dict(DEEPER)
+    old, new = load_model(trained.checkpoint_dir).eval(), _grown(trained, wanted)
+    tokens = trained.held_out[:4, :-1]
+    with torch.no_grad():
+        before, after = (m.logits(m.trunk_hidden(m.trunk(tokens, "sparse").streams)) for m in (old, new))
+    divergence = torch.nn.functional.kl_div(
+        after.log_softmax(-1), before.log_softmax(-1), log_target=True, reduction="none"
+    )
+    assert divergence.sum(-1).mean() < 2e-3
+    assert torch.equal(old.drafter.e_proj.weight, new.drafter.e_proj.weight)
+
+
+def test_every_added_layer_of_a_grown_model_can_learn(trained: Run) -> None:
+    model = _grown(trained, ModelConfig.from_dict(DEEPER))
+    joint_losses(model, trained.held_out[:2], DraftPlan(1), "sparse", 0).trunk.backward()
+    for layer in model.layers:
+        for name in ("attn.wo_b", "ffn.shared_experts.w2"):
+            grad = layer.get_submodule(name).weight.grad
+            assert grad is not None and grad.abs().max() > 0
+
+
+def test_trained_layers_are_spread_over_the_deeper_model() -> None:
+    shallow, deep = (ModelConfig.from_dict(raw) for raw in (TINY, DEEPER))
+    copies = [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
+    assert origins(shallow, deep) == [Origin(*c) for c in [*copies, (4, False), (5, False), (4, True), (5, True)]]
+    assert not any(origin.added for origin in origins(shallow, shallow))
+
+
+def test_a_grown_model_may_keep_the_most_loaded_experts_alone(trained: Run) -> None:
+    source = load_model(trained.checkpoint_dir).state_dict()
+    source["layers.3.ffn.gate.bias"] = torch.tensor([0.3, -0.1, 0.2, -0.2])
+    state = grown(source, trained.config, ModelConfig.from_dict(DEEPER | {"n_routed_experts": 3}))
+    for new, old in enumerate((1, 2, 3)):
+        assert torch.equal(
+            state[f"layers.3.ffn.experts.{new}.w1.weight"], source[f"layers.3.ffn.experts.{old}.w1.weight"]
+        )
+    assert "layers.3.ffn.experts.3.w1.weight" not in state
+    assert torch.equal(state["layers.3.ffn.gate.weight"], source["layers.3.ffn.gate.weight"][1:])
+    table = state["layers.0.ffn.gate.tid2eid"]
+    assert table.max() == 2 and (table[:, 0] != table[:, 1]).all()
+    kept = (source["layers.0.ffn.gate.tid2eid"] < 3).all(1)
+    assert torch.equal(table[kept], source["layers.0.ffn.gate.tid2eid"][kept])
+
+
+def test_a_grown_run_trains_and_exports_what_transformers_computes(
+    trained: Run, options: Callable[..., Options], workplace: Path
+) -> None:
+    (workplace / "deeper.json").write_text(json.dumps(DEEPER | {"n_routed_experts": 3}))
+    changes = {"grow_from": trained.checkpoint_dir, "config": workplace / "deeper.json"}
+    run = Run(options("grown", plan=Plan(3), rates=Rates(1e-3, 1e-3, 1e-3, warmup=1), **changes), QUIET)
+    run.train()
+    run.check()
+    assert len(load_model(run.checkpoint_dir).layers) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"hidden_size": 64}, "differs from the trained one in hidden_size"),
+        ({"n_routed_experts": 8}, "experts are not added"),
+        ({"num_hidden_layers": 5, "compress_ratios": [0, 0, 4, 16, 4, 0]}, "none can be left out"),
+        ({"num_hidden_layers": 7, "compress_ratios": [0, 0, 16, 4, 16, 4, 16, 0]}, "would change their order"),
+        ({"num_hash_layers": 1}, "differs from the trained one in num_hash_layers"),
+    ],
+)
+def test_a_model_that_cannot_be_grown_says_why(trained: Run, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(RunError, match=complaint):
+        grown(load_model(trained.checkpoint_dir).state_dict(), trained.config, ModelConfig.from_dict(DEEPER | changes))
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -321,6 +402,8 @@ def test_compiled_functions_give_the_same_losses_and_gradients(trained: Run) -> 
         (["--freeze_trunk"], "a frozen trunk must come from somewhere"),
         (["--fresh_drafter"], "no drafter to replace"),
         (["--start_from", "nowhere"], "no readable JSON"),
+        (["--grow_from", "nowhere"], "nowhere"),
+        (["--grow_from", "nowhere", "--start_from", "nowhere"], "takes the place of --start_from"),
         (["--mtp_steps", "0"], "mtp.steps"),
         (["--compute", "int3"], "bfloat16 or float32"),
         (["--strip", "("], "no regular expression"),

@@ -61,6 +61,7 @@ class Options:
     """One run. `data` are files, each with how often an epoch repeats it; `start_from` is a checkpoint directory.
 
     `start_mtp` is a file of mtp.* tensors that replace the checkpoint's; with `freeze_trunk` the drafter learns alone.
+    `grow_from` is a checkpoint directory of a shallower model than `config`, which begins as that one (`grow.py`).
     """
 
     data: Sequence[tuple[Path, int]]
@@ -70,6 +71,7 @@ class Options:
     config: Path | None = None
     start_from: Path | None = None
     start_mtp: Path | None = None
+    grow_from: Path | None = None
     freeze_trunk: bool = False
     fresh_drafter: bool = False
     index_topk: int | None = None
@@ -89,6 +91,13 @@ class Options:
             raise RunError("a frozen trunk must come from somewhere: give --start_from CHECKPOINT_DIR with it.")
         if (self.start_mtp or self.fresh_drafter) and self.start_from is None:
             raise RunError("there is no drafter to replace: give --start_from CHECKPOINT_DIR, or leave the option out.")
+        if self.grow_from and (self.start_from or self.config is None):
+            raise RunError("--grow_from needs the --config of the deeper model, and takes the place of --start_from.")
+
+    @property
+    def trained(self) -> Path | None:
+        """The checkpoint directory that a run begins with, if any; its tokenizer is the run's."""
+        return self.start_from or self.grow_from
 
     @property
     def row_length(self) -> int:
@@ -102,6 +111,7 @@ class Options:
             "mtp_steps": self.mtp_steps,
             "start_from": str(self.start_from) if self.start_from else None,
             "start_mtp": str(self.start_mtp) if self.start_mtp else None,
+            "grow_from": str(self.grow_from) if self.grow_from else None,
             "freeze_trunk": self.freeze_trunk,
             "fresh_drafter": self.fresh_drafter,
             "strip": self.strip,

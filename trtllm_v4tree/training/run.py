@@ -11,12 +11,14 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.training.attention import IndexMode
 from trtllm_v4tree.training.batches import RowBatches, encode_document, train_tokenizer
 from trtllm_v4tree.training.documents import DataError, Document, read_documents
 from trtllm_v4tree.training.experts import Gate
 from trtllm_v4tree.training.export import check_against_transformers, export, load_model
 from trtllm_v4tree.training.fusion import compile_fusible
+from trtllm_v4tree.training.grow import grown
 from trtllm_v4tree.training.losses import DraftPlan, Losses, distil_losses, joint_losses
 from trtllm_v4tree.training.model import NanoModel
 from trtllm_v4tree.training.optimizer import Optimizers
@@ -134,8 +136,8 @@ class Run:
 
     def _tokenizer(self, documents: Sequence[Document]) -> Tokenizer:
         """That of the checkpoint that is started from, this run's own from before, or a new one."""
-        file = (self.options.start_from or self.directory.path) / "tokenizer.json"
-        if self.options.start_from is None and not file.exists():
+        file = (self.options.trained or self.directory.path) / "tokenizer.json"
+        if self.options.trained is None and not file.exists():
             replace_text(file, train_tokenizer(documents, self.config.vocab_size).to_str())
         try:
             return Tokenizer.from_file(str(file))
@@ -182,7 +184,7 @@ def load_data(options: Options) -> list[tuple[Document, int]]:
 
 
 def new_model(options: Options) -> NanoModel:
-    """Seeded weights, or those of the checkpoint that is started from; a frozen trunk needs no gradient."""
+    """Seeded weights, or those of the checkpoint that is started or grown from; a frozen trunk needs no gradient."""
     torch.manual_seed(options.seed)
     config = options.model_config()
     model = NanoModel(config)
@@ -190,6 +192,9 @@ def new_model(options: Options) -> NanoModel:
         trained = load_model(options.start_from, config, options.start_mtp).state_dict()
         kept = {k: v for k, v in trained.items() if not (options.fresh_drafter and k.startswith("mtp."))}
         model.load_state_dict(kept, strict=False)
+    if options.grow_from is not None:
+        smaller = ModelConfig.from_pretrained(options.grow_from)
+        model.load_state_dict(grown(load_model(options.grow_from, smaller).state_dict(), smaller, config))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("mtp.") or not options.freeze_trunk)
     model.compute = options.compute
