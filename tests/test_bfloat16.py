@@ -83,7 +83,8 @@ def test_experts_err_by_no_more_than_rounding(count: int) -> None:
     rng = np.random.default_rng(count)
     e, dim = Experts(6, 2, 20, 12, 1.5, 1.5), 32
     weights = {
-        "in_proj": rounded(normal(rng, dim, e.count + 2 * e.shared, scale=0.3)),
+        "router": rounded(normal(rng, dim, e.count, scale=0.3)),
+        "shared_in": rounded(normal(rng, dim, 2 * e.shared, scale=0.3)),
         "shared_out": rounded(normal(rng, e.shared, dim)),
         "route": np.array([rng.permutation(e.count)[: e.topk] for _ in range(11)]),
         "fc1": rounded(normal(rng, e.count, dim, 2 * e.width, scale=0.3)),

@@ -200,10 +200,9 @@ def reference_experts(x: np.ndarray, ids: np.ndarray, w: Arrays, e: Experts, has
 
     out = np.zeros(x.shape, np.float64)
     for t, row in enumerate(x.astype(np.float64)):
-        projected = row @ w["in_proj"]
-        scores = np.sqrt(np.log1p(np.exp(projected[: e.count])))
+        scores = np.sqrt(np.log1p(np.exp(row @ w["router"])))
         chosen = w["route"][ids[t]] if hashed else np.argsort(-(scores + w["route"]), kind="stable")[: e.topk]
-        out[t] = swiglu(projected[e.count :], e.shared) @ w["shared_out"]
+        out[t] = swiglu(row @ w["shared_in"], e.shared) @ w["shared_out"]
         for expert in chosen:
             hidden = swiglu(row @ w["fc1"][expert], e.width)
             out[t] += e.scale * scores[expert] / scores[chosen].sum() * (hidden @ w["fc2"][expert])
@@ -217,7 +216,8 @@ def test_mixture_of_experts(tokens: int, hashed: bool, half: bool) -> None:
     rng = np.random.default_rng(tokens)
     e, dim, vocab = Experts(6, 2, 20, 12, 1.5, 1.5), 32, 11
     weights = {
-        "in_proj": normal(rng, dim, e.count + 2 * e.shared),
+        "router": normal(rng, dim, e.count),
+        "shared_in": normal(rng, dim, 2 * e.shared),
         "shared_out": normal(rng, e.shared, dim),
         "route": np.array([rng.permutation(e.count)[: e.topk] for _ in range(vocab)])
         if hashed
@@ -230,7 +230,7 @@ def test_mixture_of_experts(tokens: int, hashed: bool, half: bool) -> None:
             n: a.astype(ml_dtypes.bfloat16).astype(np.float32) if n != "route" else a for n, a in weights.items()
         }
     feeds = {"x": normal(rng, 1, tokens, dim), "ids": rng.integers(0, vocab, (1, tokens))}
-    names = ("in_proj", "shared_out", "route", "fc1", "fc2")
+    names = ("router", "shared_in", "shared_out", "route", "fc1", "fc2")
     [y] = run(
         NativeOps(half), lambda ops, op, v: ops.mixture(op, v["x"], v["ids"], *(v[n] for n in names), e), feeds, weights
     )
@@ -384,14 +384,14 @@ def test_a_wrong_shape_or_index_is_an_error_not_a_crash(feed: str, change: np.nd
     rng = np.random.default_rng(0)
     e = Experts(4, 2, 16, 16, 1e9, 1.0)
     weights = {
-        "a": normal(rng, 8, 36), "b": normal(rng, 16, 8), "r": np.tile(np.array([0, 1]), (5, 1)),
+        "g": normal(rng, 8, 4), "a": normal(rng, 8, 32), "b": normal(rng, 16, 8), "r": np.tile(np.array([0, 1]), (5, 1)),
         "c": normal(rng, 4, 8, 32), "d": normal(rng, 4, 16, 8),
     }  # fmt: skip
     feeds = {"x": normal(rng, 1, 2, 8), "ids": np.array([[0, 1]])} | {feed: change}
     with pytest.raises(Exception, match=message):
         run(
             NativeOps(False),
-            lambda ops, op, v: ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "abrcd"), e),
+            lambda ops, op, v: ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "gabrcd"), e),
             feeds,
             weights,
         )
@@ -457,14 +457,14 @@ def mixture_case(rng: np.random.Generator, tokens: int) -> tuple[Callable[[np.nd
     """Routed experts as a function of x [1, tokens, 32], and an x."""
     e = Experts(6, 2, 20, 12, 1.5, 1.5)
     weights = {
-        "a": normal(rng, 32, e.count + 2 * e.shared), "b": normal(rng, e.shared, 32), "r": normal(rng, e.count),
+        "g": normal(rng, 32, e.count), "a": normal(rng, 32, 2 * e.shared), "b": normal(rng, e.shared, 32), "r": normal(rng, e.count),
         "c": normal(rng, e.count, 32, 2 * e.width), "d": normal(rng, e.count, e.width, 32),
     }  # fmt: skip
     ids = np.zeros((1, tokens), np.int64)
 
     def mixture(x: np.ndarray) -> np.ndarray:
         def emit(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> Value:
-            return ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "abrcd"), e)
+            return ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "gabrcd"), e)
 
         return run(NativeOps(False), emit, {"x": x, "ids": ids}, weights)[0]
 
@@ -500,16 +500,15 @@ def test_not_a_number_stays_in_its_row_and_is_seen_there() -> None:
 
 def shared_expert(gates: np.ndarray, limit: float) -> np.ndarray:
     """The sum over 16 columns of silu(gate) * 1, for gates [16]; the routed expert adds zero."""
-    in_proj = np.zeros((1, 33), np.float32)
-    in_proj[0, 1:17], in_proj[0, 17:] = gates, 1
+    shared_in = np.concatenate([gates, np.ones(16)])[None].astype(np.float32)
     weights = {
-        "a": in_proj, "b": np.ones((16, 1), np.float32), "r": np.zeros(1, np.float32),
+        "g": np.zeros((1, 1), np.float32), "a": shared_in, "b": np.ones((16, 1), np.float32), "r": np.zeros(1, np.float32),
         "c": np.zeros((1, 1, 32), np.float32), "d": np.zeros((1, 16, 1), np.float32),
     }  # fmt: skip
     feeds = {"x": np.ones((1, 1, 1), np.float32), "ids": np.zeros((1, 1), np.int64)}
 
     def emit(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> Value:
-        return ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "abrcd"), Experts(1, 1, 16, 16, limit, 1.0))
+        return ops.mixture(op, v["x"], v["ids"], *(v[n] for n in "gabrcd"), Experts(1, 1, 16, 16, limit, 1.0))
 
     return run(NativeOps(False), emit, feeds, weights)[0]
 

@@ -56,6 +56,7 @@ class NativeOps(V4TreeOps):
     """
 
     fused_experts = True
+    separate_router = True
     factored_output = True
 
     def __init__(self, half: bool, rounded: bool = False) -> None:
@@ -116,18 +117,19 @@ class NativeOps(V4TreeOps):
         return op.HyperPost(streams, out, post, comb, _domain=DOMAIN)
 
     def mixture(
-        self, op: Op, x: Value, token_ids: Value, in_proj: Value, shared_out: Value, route: Value, fc1: Value, fc2: Value,
-        experts: Experts,
+        self, op: Op, x: Value, token_ids: Value, router: Value, shared_in: Value, shared_out: Value, route: Value,
+        fc1: Value, fc2: Value, experts: Experts,
     ) -> Value:  # fmt: skip
         weights = [
-            self._pack(op, in_proj),
+            self._pack(op, router),
+            self._pack(op, shared_in, parts=2),
             self._pack(op, shared_out),
             self._pack(op, fc1, parts=2),
             self._pack(op, fc2),
         ]
         limit = experts.limit if math.isfinite(experts.limit) else float(np.finfo(np.float32).max)
         return op.MixtureOfExperts(
-            x, token_ids, *weights[:2], route, *weights[2:], experts=experts.count, topk=experts.topk, width=experts.width,
+            x, token_ids, *weights[:3], route, *weights[3:], experts=experts.count, topk=experts.topk, width=experts.width,
             shared=experts.shared, limit=limit, scale=experts.scale, rounded=int(self.rounded), _domain=DOMAIN,
         )  # fmt: skip
 

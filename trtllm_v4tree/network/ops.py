@@ -295,16 +295,17 @@ class V4TreeOps:
         return op.ScatterND(base, op.Unsqueeze(token, i64(op, -1)), out, reduction="add")
 
     def mixture(
-        self, op: Op, x: Value, token_ids: Value, in_proj: Value, shared_out: Value, route: Value, fc1: Value, fc2: Value,
-        experts: Experts,
+        self, op: Op, x: Value, token_ids: Value, router: Value, shared_in: Value, shared_out: Value, route: Value,
+        fc1: Value, fc2: Value, experts: Experts,
     ) -> Value:  # fmt: skip
         """The whole block, which a lowering with `fused_experts` has as one operator: x [B, N, D], token_ids [B, N] -> [B, N, D].
 
-        in_proj [D, E + 2 S] (router | shared gate | shared up), shared_out [S, D], route: bias [E] or expert ids by token [V, k],
+        router [D, E], shared_in [D, 2 S] (gate | up), shared_out [S, D], route: bias [E] or expert ids by token [V, k],
         fc1 [E, D, 2I] (gate | up), fc2 [E, I, D] without the routed scaling factor.
         """
         e = experts
-        logits, gate, up = self.split(op, self.linear(op, x, in_proj), [e.count, e.shared, e.shared])
+        logits = self.linear(op, x, router)
+        gate, up = self.split(op, self.linear(op, x, shared_in), [e.shared, e.shared])
         base = self.linear(op, self.swiglu(op, gate, up, e.limit), shared_out)
         scores = op.Sqrt(op.Softplus(logits))
         if route.dtype == ir.DataType.INT64:

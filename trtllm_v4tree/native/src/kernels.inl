@@ -44,23 +44,38 @@ V4_INLINE vf vexp(vf x) {
 
 V4_INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
 
-// acc[r][c] += sum_i x[r][i] w[i][c] over blocks that lie side by side; `stride` elements from a row (a pair of rows) to the next.
-template <int R, int C>
-V4_INLINE void tile_float(const float* const* x, const float* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
-  for (int64_t i = 0; i < inputs; ++i, w += stride) {
+// Blocks that a tile reads: A side by side in one panel, then B at the start of the next; elements from a row (a pair of rows) to the next.
+template <class T>
+struct Panels {
+  const T *first, *second;
+  int64_t first_stride, second_stride;
+};
+
+template <int A, class T>
+V4_INLINE const T* block_of(const Panels<T>& p, int c, int64_t width) {
+  return c < A ? p.first + c * width : p.second + (c - A) * width;
+}
+
+template <class T>
+V4_INLINE void advance(Panels<T>& p) { p.first += p.first_stride, p.second += p.second_stride; }
+
+// acc[r][c] += sum_i x[r][i] w[i][c]
+template <int R, int A, int C>
+V4_INLINE void tile_float(const float* const* x, Panels<float> w, int64_t inputs, vf (&acc)[R][C]) {
+  for (int64_t i = 0; i < inputs; ++i, advance(w)) {
     vf wv[C];
-    for (int c = 0; c < C; ++c) wv[c] = load(w + c * kLanes);
+    for (int c = 0; c < C; ++c) wv[c] = load(block_of<A>(w, c, kLanes));
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) acc[r][c] += x[r][i] * wv[c];
   }
 }
 
-template <int R, int C>
-V4_INLINE void tile_half(const float* const* x, const uint16_t* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
-  for (int64_t i = 0; i < inputs; i += 2, w += stride) {
+template <int R, int A, int C>
+V4_INLINE void tile_half(const float* const* x, Panels<uint16_t> w, int64_t inputs, vf (&acc)[R][C]) {
+  for (int64_t i = 0; i < inputs; i += 2, advance(w)) {
     vu pair[C];
     vf part[C];
-    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], w + c * 2 * kLanes, sizeof pair[c]);
+    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], block_of<A>(w, c, 2 * kLanes), sizeof pair[c]);
     for (int c = 0; c < C; ++c) {
       const vu even = pair[c] << 16;
       __builtin_memcpy(&part[c], &even, sizeof even);
@@ -81,11 +96,11 @@ V4_INLINE void tile_half(const float* const* x, const uint16_t* w, int64_t strid
 constexpr int64_t kRoundedPerWord = 2;
 
 // The same on rows of pairs of bfloat16: one instruction for two inputs, with no unpacking.
-template <int R, int C>
-V4_INLINE void tile_rounded(const float* const* x, const uint16_t* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
-  for (int64_t i = 0; i < (inputs + 1) / 2; ++i, w += stride) {
+template <int R, int A, int C>
+V4_INLINE void tile_rounded(const float* const* x, Panels<uint16_t> w, int64_t inputs, vf (&acc)[R][C]) {
+  for (int64_t i = 0; i < (inputs + 1) / 2; ++i, advance(w)) {
     vu pair[C];
-    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], w + c * 2 * kLanes, sizeof pair[c]);
+    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], block_of<A>(w, c, 2 * kLanes), sizeof pair[c]);
     for (int r = 0; r < R; ++r) {
       uint32_t word;
       __builtin_memcpy(&word, x[r] + i, sizeof word);
@@ -97,9 +112,9 @@ V4_INLINE void tile_rounded(const float* const* x, const uint16_t* w, int64_t st
 #else
 constexpr int64_t kRoundedPerWord = 1;
 
-template <int R, int C>
-V4_INLINE void tile_rounded(const float* const* x, const uint16_t* w, int64_t stride, int64_t inputs, vf (&acc)[R][C]) {
-  tile_half<R, C>(x, w, stride, inputs, acc);
+template <int R, int A, int C>
+V4_INLINE void tile_rounded(const float* const* x, Panels<uint16_t> w, int64_t inputs, vf (&acc)[R][C]) {
+  tile_half<R, A, C>(x, w, inputs, acc);
 }
 #endif
 
@@ -139,20 +154,29 @@ static void round(const float* x, int64_t ldx, int64_t rows, int64_t inputs, flo
   }
 }
 
-template <int R, int C>
+// What a tile of A blocks from `first` on, and B behind them in the next panel, reads of a weight of `scale` elements for a lane.
+template <int A, int B, class T>
+V4_INLINE Panels<T> panels_of(const Packed& w, int64_t first, int64_t scale) {
+  const T* data = static_cast<const T*>(w.data);
+  const int64_t second = B ? first + A : first;
+  return {data + w.offset(first), data + w.offset(second), scale * w.wide(first) * kLanes, scale * w.wide(second) * kLanes};
+}
+
+// R rows times A column blocks of one panel, and B of the next.
+template <int R, int A, int B = 0>
 static void linear_tile(const float* x, int64_t ldx, const Packed& w, int64_t first, float* y, int64_t ldy, int64_t columns) {
+  constexpr int C = A + B;
   const float* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = x + r * ldx;
   vf acc[R][C];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) acc[r][c] = vf{};
-  const int64_t stride = w.wide(first) * kLanes;
   if (w.rounded)
-    tile_rounded<R, C>(rows, static_cast<const uint16_t*>(w.data) + w.offset(first), 2 * stride, w.inputs, acc);
+    tile_rounded<R, A>(rows, panels_of<A, B, uint16_t>(w, first, 2), w.inputs, acc);
   else if (w.half)
-    tile_half<R, C>(rows, static_cast<const uint16_t*>(w.data) + w.offset(first), 2 * stride, w.inputs, acc);
+    tile_half<R, A>(rows, panels_of<A, B, uint16_t>(w, first, 2), w.inputs, acc);
   else
-    tile_float<R, C>(rows, static_cast<const float*>(w.data) + w.offset(first), stride, w.inputs, acc);
+    tile_float<R, A>(rows, panels_of<A, B, float>(w, first, 1), w.inputs, acc);
   for (int c = 0; c < C; ++c) {
     const int64_t column = (first + c) * kLanes;
     const int64_t left = columns - column;
@@ -175,13 +199,47 @@ static void linear_rows(const float* x, int64_t ldx, int64_t rows, const Packed&
     if (rows > 0) linear_rows<R - 1, C>(x, ldx, rows, w, first, y, ldy, columns);
 }
 
-// Column blocks first..last in the widest pieces that stay within a panel and, with the rows, within the registers.
+// The tile of R rows, A blocks and `rest` (1 to 4) of the next panel.
+template <int R, int A>
+static void linear_across(const float* x, int64_t ldx, const Packed& w, int64_t first, int64_t rest, float* y, int64_t ldy,
+                          int64_t columns) {
+  switch (rest) {
+    case 1: return linear_tile<R, A, 1>(x, ldx, w, first, y, ldy, columns);
+    case 2: return linear_tile<R, A, 2>(x, ldx, w, first, y, ldy, columns);
+    case 3: return linear_tile<R, A, 3>(x, ldx, w, first, y, ldy, columns);
+    default: return linear_tile<R, A, 4>(x, ldx, w, first, y, ldy, columns);
+  }
+}
+
+template <int R>
+static void linear_across(const float* x, int64_t ldx, const Packed& w, int64_t first, int64_t left, int64_t rest, float* y,
+                          int64_t ldy, int64_t columns) {
+  switch (left) {
+    case 1: return linear_across<R, 1>(x, ldx, w, first, rest, y, ldy, columns);
+    case 2: return linear_across<R, 2>(x, ldx, w, first, rest, y, ldy, columns);
+    case 3: return linear_across<R, 3>(x, ldx, w, first, rest, y, ldy, columns);
+    default: return linear_across<R, 4>(x, ldx, w, first, rest, y, ldy, columns);
+  }
+}
+
+// Column blocks first..last in the widest pieces that stay within a panel and, with the rows, within the registers. One row or two of a
+// piece that is less than a panel would wait for their own sums, so it goes together with a piece of the next panel.
 static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, int64_t last, float* y,
                    int64_t ldy, int64_t columns) {
   constexpr int Wide = kTileRegisters / 4 > 0 ? kTileRegisters / 4 : 1, Narrow = kTileRegisters / 2;
+  constexpr int Across = kTileRegisters / (2 * kPanel) < 2 ? kTileRegisters / (2 * kPanel) : 2;
   for (int64_t b = first; b < last;) {
     const int64_t left = (last < b / kPanel * kPanel + kPanel ? last : b / kPanel * kPanel + kPanel) - b;
-    if (left == 4 && (rows <= Wide || Narrow < 4)) {
+    const int64_t rest = last - b - left < kPanel ? last - b - left : kPanel;
+    if (rows <= Across && rest > 0 && left + rest < 2 * kPanel) {
+      if constexpr (Across > 0) {
+        if (rows == Across)
+          linear_across<Across>(x, ldx, w, b, left, rest, y, ldy, columns);
+        else
+          linear_across<1>(x, ldx, w, b, left, rest, y, ldy, columns);
+      }
+      b += left + rest;
+    } else if (left == 4 && (rows <= Wide || Narrow < 4)) {
       linear_rows<Wide, 4>(x, ldx, rows, w, b, y, ldy, columns);
       b += 4;
     } else if (left >= 2) {

@@ -63,7 +63,7 @@ struct HyperHead {
 };
 
 struct MixtureOfExperts {
-  static constexpr const char *kName = "MixtureOfExperts", *kInputs = "fiwwaww", *kOutputs = "f";
+  static constexpr const char *kName = "MixtureOfExperts", *kInputs = "fiwwwaww", *kOutputs = "f";
   explicit MixtureOfExperts(const Attributes& a);
   void run(const Context& ctx) const;
   int64_t experts, topk, width, shared;

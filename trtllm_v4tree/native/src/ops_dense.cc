@@ -231,26 +231,49 @@ static Routing route_tokens(const MixtureOfExperts& op, const float* hidden, int
   return r;
 }
 
-// x [.., D], token ids [..], in_proj [D, E + 2 S] (router | shared gate | shared up), shared_out [S, D], route, fc1 [E][gate, up][D, I],
-// fc2 [E][I, D], all packed -> shared expert + scale * sum of the routed ones [.., D]
+namespace {
+
+// Gate, up and act of SwiGLU rows, side by side.
+struct Activations {
+  float *gate, *up, *act;
+  int64_t width;
+  Activations(float* at, int64_t rows, int64_t width) : gate(at), up(at + rows * width), act(at + 2 * rows * width), width(width) {}
+  static int64_t size(int64_t rows, int64_t width) { return 3 * rows * width; }
+
+  // Column blocks from..to of `count` rows from `first` on, their inputs at x; expert e of a stack of `experts`, with shares (1 if none).
+  void run(const Rows& x, int64_t first, int64_t count, const Tensor& stack, int64_t dim, int64_t experts, int64_t e, bool rounded,
+           int64_t from, int64_t to, float limit, const float* share) const {
+    const int64_t left = from * kLanes, right = std::min(to * kLanes, width);
+    for (int64_t half = 0; half < 2; ++half) {
+      const Packed w = part_of(stack, dim, 2 * experts, 2 * e + half, rounded);
+      kernels().linear(x.data, x.stride, count, w, from, to, (half ? up : gate) + first * width, width, width);
+    }
+    for (int64_t i = first; i < first + count; ++i) {
+      const int64_t at = i * width + left;
+      kernels().swiglu(gate + at, up + at, act + at, right - left, limit, share ? share[i] : 1.0f);
+    }
+  }
+};
+
+}  // namespace
+
+// x [.., D], token ids [..], router [D, E], shared_in [gate, up][D, S], shared_out [S, D], route: bias [E] or ids by token [V, k],
+// fc1 [E][gate, up][D, I], fc2 [E][I, D], all packed -> shared expert + scale * sum of the routed ones [.., D]
 void MixtureOfExperts::run(const Context& ctx) const {
-  const Tensor x = ctx.input(0), tokens = ctx.input(1), route = ctx.input(4), fc1 = ctx.input(5), fc2 = ctx.input(6);
-  const int64_t dim = x.dim(-1), rows = x.count() / dim, in_width = experts + 2 * shared, pairs = rows * topk;
-  const Packed in_proj = packed(ctx.input(2), dim, rounded), shared_out = packed(ctx.input(3), shared, rounded);
+  const Tensor x = ctx.input(0), tokens = ctx.input(1), shared_in = ctx.input(3), fc1 = ctx.input(6), fc2 = ctx.input(7);
+  const int64_t dim = x.dim(-1), rows = x.count() / dim, pairs = rows * topk;
+  const Packed router = packed(ctx.input(2), dim, rounded), shared_out = packed(ctx.input(4), shared, rounded);
   require(tokens.count() == rows, "there is not one token id per row");
   float* out = ctx.output_f32(0, with_last(x, dim));
   thread_local std::vector<float> buffer, words, act_words, shared_words;
-  float* hidden = scratch(buffer, rows * (in_width + shared) + pairs * (2 * dim + 3 * width));
-  float* shared_act = hidden + rows * in_width;
-  float* gathered = shared_act + rows * shared;
-  float* gate = gathered + pairs * dim;
-  float* up = gate + pairs * width;
-  float* act = up + pairs * width;
-  float* sums = act + pairs * width;
+  const int64_t hidden = Activations::size(pairs, width) + Activations::size(rows, shared);
+  float* logits = scratch(buffer, rows * experts + pairs * 2 * dim + hidden);
+  float *gathered = logits + rows * experts, *sums = gathered + pairs * dim;
+  const Activations routed(sums + pairs * dim, pairs, width), common(routed.act + pairs * width, rows, shared);
 
   const Rows read = rows_of(x.f32(), rows, dim, rounded, words);
-  linear_parallel(ctx, read, rows, in_proj, hidden, in_width);
-  const Routing r = route_tokens(*this, hidden, in_width, rows, route, tokens.i64());
+  linear_parallel(ctx, read, rows, router, logits, experts);
+  const Routing r = route_tokens(*this, logits, experts, rows, ctx.input(5), tokens.i64());
   for (int64_t i = 0; i < pairs; ++i) std::copy_n(read.data + r.token[i] * read.stride, read.stride, gathered + i * read.stride);
 
   // Every thread takes the same share of the columns of every expert.
@@ -258,32 +281,18 @@ void MixtureOfExperts::run(const Context& ctx) const {
     for (int64_t e = 0; e < experts; ++e)
       if (const int64_t count = r.start[e + 1] - r.start[e]) body(e, r.start[e], count);
   };
-  const int64_t cost = 2 * linear_cost(pairs, part_of(fc1, dim, 2 * experts, 0, rounded));
-  const int64_t blocks = part_of(fc1, dim, 2 * experts, 0).blocks;
+  const int64_t blocks = part_of(fc1, dim, 2 * experts, 0).blocks, shared_blocks = part_of(shared_in, dim, 2, 0).blocks;
+  const int64_t cost = 2 * (linear_cost(pairs, part_of(fc1, dim, 2 * experts, 0)) + linear_cost(rows, part_of(shared_in, dim, 2, 0)));
   ctx.split(blocks, cost, [&](int64_t from, int64_t to) {
-    const int64_t left = from * kLanes, right = std::min(to * kLanes, width);
+    common.run(read, 0, rows, shared_in, dim, 1, 0, rounded, shared_blocks * from / blocks, shared_blocks * to / blocks, limit, nullptr);
     each_expert([&](int64_t e, int64_t first, int64_t count) {
-      const float* own = gathered + first * read.stride;
-      const auto project = [&](int64_t half, float* y) {
-        const Packed w = part_of(fc1, dim, 2 * experts, 2 * e + half, rounded);
-        kernels().linear(own, read.stride, count, w, from, to, y + first * width, width, width);
-      };
-      project(0, gate);
-      project(1, up);
-      for (int64_t i = first; i < first + count; ++i) {
-        const int64_t at = i * width + left;
-        kernels().swiglu(gate + at, up + at, act + at, right - left, limit, r.share[i]);
-      }
+      const Rows own{gathered + first * read.stride, read.stride};
+      routed.run(own, first, count, fc1, dim, experts, e, rounded, from, to, limit, r.share.data());
     });
-    const int64_t shared_left = shared * from / blocks, shared_right = shared * to / blocks;
-    for (int64_t t = 0; t < rows; ++t) {
-      const float* h = hidden + t * in_width + experts + shared_left;
-      kernels().swiglu(h, h + shared, shared_act + t * shared + shared_left, shared_right - shared_left, limit, 1.0f);
-    }
   });
-  const Rows active = rows_of(act, pairs, width, rounded, act_words);
-  const Rows shared_active = rows_of(shared_act, rows, shared, rounded, shared_words);
-  ctx.split(shared_out.blocks, cost / 2 + linear_cost(rows, shared_out), [&](int64_t from, int64_t to) {
+  const Rows active = rows_of(routed.act, pairs, width, rounded, act_words);
+  const Rows shared_active = rows_of(common.act, rows, shared, rounded, shared_words);
+  ctx.split(shared_out.blocks, cost / 2, [&](int64_t from, int64_t to) {
     const int64_t left = from * kLanes, right = std::min(dim, to * kLanes);
     kernels().linear(shared_active.data, shared_active.stride, rows, shared_out, from, to, out, dim, dim);
     each_expert([&](int64_t e, int64_t first, int64_t count) {
