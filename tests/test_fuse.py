@@ -51,6 +51,9 @@ def test_a_draft_round_is_the_same_to_the_bit(shape: tuple[int, int], tmp_path: 
     checkpoint, sizes = Checkpoint.open(checkpoint_dir, config, None), sizes_of(config)
     plain, fused = (graphs.draft_round(config, sizes, NativeOps(half=False), *shape) for _ in range(2))
     fuse(fused)
+    left = counts(fused)
+    assert left["DraftEntry"] == max(1, shape[0]) and left["DraftProposal"] == shape[0]
+    assert not any(left[name] for name in ("HyperHead", "HyperPost", "TopLogProbs", "DraftFrontier"))
     rng, known, feeds = np.random.default_rng(5), {"B": 2, "S": 3, "W": 7, "W+S": 10}, {}
     for value in plain.graph.inputs:
         assert value.shape is not None and value.name is not None

@@ -43,9 +43,13 @@ INF = np.float32(np.inf)
 
 
 def run(
-    ops: V4TreeOps, emit: Callable[[V4TreeOps, Op, dict[str, Value]], Any], feeds: Arrays, weights: Arrays
+    ops: V4TreeOps,
+    emit: Callable[[V4TreeOps, Op, dict[str, Value]], Any],
+    feeds: Arrays,
+    weights: Arrays,
+    rewrite: Callable[[ir.Model], object] = lambda model: None,
 ) -> list[np.ndarray]:
-    """Outputs of the operators that `emit` makes, with `weights` as initializers."""
+    """Outputs of the operators that `emit` makes, with `weights` as initializers, in a graph that `rewrite` has gone over."""
     graph = ir.Graph([], [], nodes=[], name="test", opset_imports={"": OPSET, "v4tree": 1, "com.microsoft": 1})
     builder = _builder.GraphBuilder(graph)
     types = {"float32": ir.DataType.FLOAT, "int64": ir.DataType.INT64}
@@ -60,13 +64,15 @@ def run(
         if value is not None:
             value.type = value.type or ir.TensorType(ir.DataType.FLOAT)
             builder.add_output(value, f"out_{i}")
+    made = ir.Model(graph, ir_version=10)
+    rewrite(made)
     for weight in graph.initializers.values():
         if isinstance(weight, Weight):
             weight.const_value = ir.tensor(np.ascontiguousarray(weight.load(None)), name=weight.name)  # type: ignore[arg-type]
     options = ort.SessionOptions()
     options.register_custom_ops_library(str(native.library()))
     options.log_severity_level = 4
-    model = ir.serde.serialize_model(ir.Model(graph, ir_version=10))
+    model = ir.serde.serialize_model(made)
     return ort.InferenceSession(model.SerializeToString(), options).run(None, feeds)
 
 
@@ -399,10 +405,11 @@ def test_a_wrong_shape_or_index_is_an_error_not_a_crash(feed: str, change: np.nd
 
 @pytest.mark.parametrize("instructions", ["base", "avx2", "avx512"])
 def test_older_instruction_sets(instructions: str) -> None:
-    """This file, and one of bfloat16, once more in a process that may use no newer instructions."""
+    """This file, that of the draft levels, and one of bfloat16, once more in a process that may use no newer instructions."""
     if os.environ.get("V4TREE_CPU"):
         pytest.skip("already in such a process")
-    files = [__file__, *([str(Path(__file__).with_name("test_bfloat16.py"))] if instructions == "avx512" else [])]
+    others = ["test_native_draft.py", *(["test_bfloat16.py"] if instructions == "avx512" else [])]
+    files = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command,

@@ -24,8 +24,10 @@ def fuse(model: ir.Model) -> None:
             _fuse_projection(graph, node)
         elif node.op_type == "HyperPost":
             _fuse_post_mix(graph, node)
+            _fuse_proposal(graph, node)
         elif node.op_type == "PackedLinear":
             _fuse_linears(graph, node)
+            _fuse_entry(graph, node)
     for node in list(graph):
         if node.op_type == "Reshape":
             _fuse_stack(graph, node)
@@ -58,6 +60,40 @@ def _fuse_post_mix(graph: ir.Graph, node: ir.Node) -> None:
     mix = readers[0]
     made = _node("HyperPostMix", [*node.inputs, *mix.inputs[1:]], mix.attributes.values(), 4)
     _replace(graph, made, [node.outputs[0], *mix.outputs], [node, mix])
+
+
+def _fuse_proposal(graph: ir.Graph, node: ir.Node) -> None:
+    """HyperPost -> HyperHead -> TopLogProbs (-> Gather of token ids) -> DraftFrontier."""
+    head = next((reader for reader in _readers(node.outputs[0]) if _is(reader, "HyperHead")), None)
+    top = _only_reader(head.outputs[0]) if head is not None else None
+    last = _only_reader(top.outputs[0]) if top is not None else None
+    if head is None or top is None or last is None or not _is(last, "DraftFrontier"):
+        return
+    names = _producer(last.inputs[1])
+    ids = names.inputs[0] if names is not None and names.op_type == "Gather" else None
+    rest = [*last.inputs[2:6], *[None] * (6 - len(last.inputs))]
+    attributes = [a for n in (head, top, last) for a in n.attributes.values()]
+    inputs = [*node.inputs, *head.inputs[1:], top.inputs[1], ids, *rest]
+    old = [node, head, top, *([names] if ids is not None and names is not None else []), last]
+    _replace(graph, _node("DraftProposal", inputs, attributes, len(last.outputs)), last.outputs, old)
+
+
+def _fuse_entry(graph: ir.Graph, node: ir.Node) -> None:
+    """A normed linear of every stream, to which a row of the node is added (of a table, perhaps) -> HyperMix."""
+    add = _only_reader(node.outputs[0])
+    if len(node.inputs) != 3 or add is None or add.op_type != "Add":
+        return
+    mixes = [reader for reader in _readers(add.outputs[0]) if _is(reader, "HyperMix")]
+    row = _producer(add.inputs[1])
+    if len(mixes) != 1 or row is None or row.op_type != "Unsqueeze":
+        return
+    source = _producer(row.inputs[0])
+    table = source.inputs[:2] if source is not None and source.op_type == "Gather" else [row.inputs[0], None]
+    inputs = [*node.inputs, *table, *mixes[0].inputs[1:]]
+    attributes = [node.attributes["eps"], node.attributes["rounded"], *mixes[0].attributes.values()]
+    _replace(
+        graph, _node("DraftEntry", inputs, attributes, 4), [add.outputs[0], *mixes[0].outputs], [node, add, mixes[0]]
+    )
 
 
 def _fuse_linears(graph: ir.Graph, node: ir.Node) -> None:
@@ -98,6 +134,15 @@ def _is_plain(node: ir.Node) -> bool:
 
 def _readers(value: ir.Value) -> list[ir.Node]:
     return [use.node for use in value.uses()]
+
+
+def _only_reader(value: ir.Value) -> ir.Node | None:
+    readers = _readers(value)
+    return readers[0] if len(readers) == 1 else None
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return value.producer() if value is not None else None
 
 
 def _node(op_type: str, inputs: Sequence[ir.Value | None], attributes: Iterable[ir.Attr], outputs: int) -> ir.Node:

@@ -20,7 +20,10 @@ from trtllm_v4tree.errors import CheckpointError
 from trtllm_v4tree.network.ops import (
     DOMAIN,
     AttentionDims,
+    Candidates,
+    DraftLevel,
     Experts,
+    Frontier,
     HyperGains,
     KeySources,
     NodeRows,
@@ -98,6 +101,21 @@ class NativeOps(V4TreeOps):
             x, self._pack(op, head), columns=_dims(head)[-1], topk=topk, rounded=int(self.rounded), _domain=DOMAIN, _outputs=2
         )  # fmt: skip
         return values, tokens
+
+    def draft_level(
+        self, op: Op, log_probs: Value, tokens: Value, at: Frontier, level: DraftLevel
+    ) -> tuple[Candidates, Frontier | None]:
+        given, last = [log_probs, tokens, at.scores, at.ids], level.next is None
+        if not last:
+            given += [at.mask, level.masks, at.streams]
+        scores, listed, parents, *rest = op.DraftFrontier(
+            *given, level=level.next or 0, first=level.first, last=int(last), _domain=DOMAIN, _outputs=3 if last else 8
+        )
+        found = Candidates(scores, listed, parents)
+        if last:
+            return found, None
+        best, chosen, ids, streams, mask = rest
+        return found, Frontier(streams, mask, chosen, best, ids)
 
     def hyper_mix(
         self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains

@@ -7,6 +7,7 @@ K best nodes of the level before. An MTP row belongs to an edge: (streams of nod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from onnxscript import nn
@@ -14,7 +15,19 @@ from onnxscript import nn
 from trtllm_v4tree.config import ModelConfig, rope_inv_freq
 from trtllm_v4tree.network.attention import make_rope
 from trtllm_v4tree.network.blocks import HyperHead
-from trtllm_v4tree.network.ops import KeySources, NodeRows, Op, Rope, V4TreeOps, Value, const, i64
+from trtllm_v4tree.network.ops import (
+    Candidates,
+    DraftLevel,
+    Frontier,
+    KeySources,
+    NodeRows,
+    Op,
+    Rope,
+    V4TreeOps,
+    Value,
+    const,
+    i64,
+)
 from trtllm_v4tree.network.target import Block, Embedding, TopTokens, TopTokensOf
 from trtllm_v4tree.network.weight import TensorSource, Weight, tensor, transposed
 
@@ -114,13 +127,8 @@ class _Expansion:
         self.op, self.model, self.feeds = op, model, feeds
         self.rows = accepted
         """Window rows [B, S + .., d] of the accepted rows, then of the levels so far."""
-        self.tokens: list[Value] = []
-        self.parents: list[Value] = []
-        self.scores: list[Value] = []
         self.zero = op.Sub(feeds["root_position"], feeds["root_position"])
         self.ropes = self._make_ropes()
-        self.base_masks = self._split(feeds["level_mask"], [1] * (model.steps - 1)) if model.steps > 1 else []
-        self.own = self._own_mask() if model.steps > 1 else None
 
     def _make_ropes(self) -> list[Rope]:
         """Rotations of every level: the newest accepted row, then `topk` rows at each further position."""
@@ -131,12 +139,6 @@ class _Expansion:
         parts = [self._split(table, [1] + [k] * (steps - 1)) for table in (rope.cos, rope.sin, rope.neg_sin)]
         return [Rope(*level) for level in zip(*parts, strict=True)]
 
-    def _own_mask(self) -> Value:
-        """What frontier rows see of each other, themselves: [B, K, K]."""
-        op, k = self.op, self.model.topk
-        eye = np.where(np.eye(k, dtype=bool), 0, -np.inf).astype(np.float32).reshape(1, k, k)
-        return op.Add(const(op, eye), op.Cast(op.Unsqueeze(self.zero, i64(op, -1)), to=1))
-
     def _split(self, value: Value, widths: list[int]) -> list[Value]:
         """Pieces along axis 1."""
         if len(widths) == 1:
@@ -145,78 +147,51 @@ class _Expansion:
 
     def run(self, x: Value) -> dict[str, Value]:
         """x [B, S, m, D]: block inputs of the accepted rows; the newest one proposes the first level."""
-        op, k = self.op, self.model.topk
-        streams = self._first(x)
-        cumulative, tokens = (op.Squeeze(v, i64(op, 1)) for v in self._propose(streams))
-        self._keep(tokens, op.Add(self.zero, const(op, np.full((1, k), -1, np.int64))), cumulative)
-        frontier = op.Add(self.zero, const(op, np.arange(k, dtype=np.int64).reshape(1, k)))
-        streams = op.Concat(*([streams] * k), axis=1) if k > 1 else streams
-        ancestors = self.own
-        for level in range(2, self.model.steps + 1):
-            streams = self._expand(level, streams, tokens, ancestors)
-            log_probs, proposed = self._propose(streams)
-            scores = op.Reshape(op.Add(log_probs, op.Unsqueeze(cumulative, i64(op, -1))), i64(op, 0, -1))
-            proposed = op.Reshape(proposed, i64(op, 0, -1))
-            self._keep(proposed, op.Gather(frontier, const(op, np.repeat(np.arange(k), k)), axis=1), scores)
-            if level == self.model.steps:
-                break
-            first = k + (level - 2) * k * k
-            cumulative, tokens, frontier, source = self._select(scores, proposed, first)
-            if k > 1:
-                streams, ancestors = self._take(streams, source), self._take(ancestors, source)
-            ancestors = op.Concat(ancestors, self.own, axis=2)
-        return self._outputs()
+        steps, found = self.model.steps, []
+        frontier: Frontier | None = self._first(x)
+        for level in range(steps):
+            assert frontier is not None
+            at = self._expand(level, frontier) if level else frontier
+            candidates, frontier = self._propose(level, at)
+            found.append(candidates)
+        return {
+            "draft_tokens": self._join([c.tokens for c in found]),
+            "draft_parents": self._join([c.parents for c in found]),
+            "draft_scores": self._join([c.scores for c in found]),
+        }
 
-    def _keep(self, tokens: Value, parents: Value, scores: Value) -> None:
-        self.tokens.append(tokens)
-        self.parents.append(parents)
-        self.scores.append(scores)
+    def _join(self, values: list[Value]) -> Value:
+        return self.op.Concat(*values, axis=1) if len(values) > 1 else values[0]
 
-    def _select(self, scores: Value, proposed: Value, first: int) -> tuple[Value, Value, Value, Value]:
-        """The next frontier of the candidates [B, K * K]: scores, tokens, candidate ids and rows of their parents, [B, K] each."""
-        op, k = self.op, self.model.topk
-        if k == 1:
-            return scores, proposed, op.Add(self.zero, i64(op, first)), self.zero
-        cumulative, best = op.TopK(scores, i64(op, k), axis=-1, _outputs=2)
-        tokens = op.GatherElements(proposed, best, axis=1)
-        return cumulative, tokens, op.Add(best, i64(op, first)), op.Div(best, i64(op, k))
+    def _propose(self, level: int, at: Frontier) -> tuple[Candidates, Frontier | None]:
+        """The children of every node of the frontier, whose streams the block has gone over, and the next frontier."""
+        op, model, k = self.op, self.model, self.model.topk
+        log_probs, tokens = model.head(op, model.head_in(op, at.streams))
+        last, first = level == model.steps - 1, k + (level - 1) * k * k if level else 0
+        constants = DraftLevel(self.feeds.get("level_mask"), self.zero, None if last else level, first, k)
+        return model.ops.draft_level(op, log_probs, tokens, at, constants)
 
-    def _take(self, rows: Value | None, index: Value) -> Value:
-        """rows [B, S, ..], index [B, K] -> [B, K, ..]."""
-        return self.op.GatherND(rows, self.op.Unsqueeze(index, i64(self.op, -1)), batch_dims=1)
-
-    def _propose(self, streams: Value) -> tuple[Value, Value]:
-        """Top-k log-probabilities and tokens of every row: streams [B, F, m, D] -> [B, F, K] each."""
-        op, model = self.op, self.model
-        return model.head(op, model.head_in(op, streams))
-
-    def _first(self, x: Value) -> Value:
+    def _first(self, x: Value) -> Frontier:
         """Y [B, 1, m, D] of the newest accepted row; it sees the window and the accepted rows."""
         op, last = self.op, self.feeds["last_row"]
-        mask = self._take(self.feeds["catchup_mask"], last)
+        row = op.Unsqueeze(last, i64(op, -1))
+        mask, own = (op.GatherND(rows, row, batch_dims=1) for rows in (self.feeds["catchup_mask"], x))
         token = op.GatherElements(self.feeds["next_tokens"], last, axis=1)
-        y, _ = self.model.block(op, self._take(x, last), token, self.ropes[0], None, lambda op, rows: self._keys(mask))
-        return y
+        y, _ = self.model.block(op, own, token, self.ropes[0], None, lambda op, rows: self._keys(mask))
+        return Frontier(y, mask)
 
     def _keys(self, mask: Value) -> KeySources:
         return KeySources(self.feeds["mtp_window_kv"], self.feeds["mtp_window_rows"], self.rows, mask)
 
-    def _expand(self, level: int, streams: Value, tokens: Value, ancestors: Value | None) -> Value:
+    def _expand(self, level: int, at: Frontier) -> Frontier:
         """One MTP row per frontier node; it sees the window, the accepted rows, and the rows of its own ancestors and itself."""
-        op, model, k = self.op, self.model, self.model.topk
-        base = self.base_masks[level - 2]
-        mask = op.Concat(op.Concat(*([base] * k), axis=1) if k > 1 else base, ancestors, axis=2)
+        op, model = self.op, self.model
 
         def visible(op: Op, rows: NodeRows) -> KeySources:
             self.rows = op.Concat(self.rows, rows.kv, axis=1)
-            return self._keys(mask)
+            return self._keys(at.mask)
 
-        x = model.rows_of(op, streams, tokens)
-        y, _ = model.block(op, x, tokens, self.ropes[level - 1], None, visible)
-        return y
-
-    def _outputs(self) -> dict[str, Value]:
-        named = {"draft_tokens": self.tokens, "draft_parents": self.parents, "draft_scores": self.scores}
-        return {
-            name: self.op.Concat(*values, axis=1) if len(values) > 1 else values[0] for name, values in named.items()
-        }
+        assert at.tokens is not None
+        x = model.rows_of(op, at.streams, at.tokens)
+        streams, _ = model.block(op, x, at.tokens, self.ropes[level], None, visible)
+        return replace(at, streams=streams)

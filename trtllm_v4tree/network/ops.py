@@ -131,6 +131,44 @@ class Experts:
     scale: float
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """What a draft level proposes, K children of each of F nodes: cumulative log-probabilities, tokens, candidate ids of their parents
+    (-1 is the root), [B, F * K] each."""
+
+    scores: Value
+    tokens: Value
+    parents: Value
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The nodes that a draft level expands: streams [B, F, m, D]; mask [B, F, W + A], what their rows see (additive).
+
+    Of drafted nodes: tokens, cumulative log-probabilities and candidate ids [B, F]. A lowering may keep the last A columns of the mask,
+    drafted rows, as `ancestors` [B, F, A].
+    """
+
+    streams: Value
+    mask: Value
+    tokens: Value | None = None
+    scores: Value | None = None
+    ids: Value | None = None
+    ancestors: Value | None = None
+
+
+@dataclass(frozen=True)
+class DraftLevel:
+    """Constants of a draft level: what each level sees of rows that are not drafted [B, L, W] and zeros [B, 1] (int64); the row of the
+    next level in it, or None if this is the last one; the id of the first candidate; how many children a node has."""
+
+    masks: Value | None
+    zero: Value
+    next: int | None
+    first: int
+    topk: int
+
+
 class V4TreeOps:
     """Reference bodies in standard ONNX operators (opset 23)."""
 
@@ -176,6 +214,46 @@ class V4TreeOps:
         log_probs = op.LogSoftmax(self.linear(op, x, head), axis=-1)
         values, tokens = op.TopK(log_probs, i64(op, topk), axis=-1, _outputs=2)
         return values, tokens
+
+    def draft_level(
+        self, op: Op, log_probs: Value, tokens: Value, at: Frontier, level: DraftLevel
+    ) -> tuple[Candidates, Frontier | None]:
+        """The children of a frontier, of which log-probabilities and tokens [B, F, K] are given, and the K best of them (of equal ones
+        the first), which the next level expands."""
+        found = self._children(op, log_probs, tokens, at, level)
+        if level.next is None:
+            return found, None
+        k, scores, tokens, best, streams = level.topk, found.scores, found.tokens, level.zero, at.streams
+        if at.ids is None and k > 1:
+            best = op.Add(level.zero, const(op, np.arange(k, dtype=np.int64).reshape(1, k)))
+            streams = op.Concat(*[streams] * k, axis=1)
+        elif k > 1:
+            scores, best = op.TopK(found.scores, i64(op, k), axis=-1, _outputs=2)
+            tokens = op.GatherElements(found.tokens, best, axis=1)
+        ids = op.Add(best, i64(op, level.first)) if level.first else best
+        assert level.masks is not None
+        base = op.Gather(level.masks, i64(op, *[level.next] * k), axis=1)
+        eye = np.where(np.eye(k, dtype=bool), 0, -np.inf).astype(np.float32).reshape(1, k, k)
+        ancestors = own = op.Add(const(op, eye), op.Cast(op.Unsqueeze(level.zero, i64(op, -1)), to=1))
+        if at.ancestors is not None:
+            source = op.Unsqueeze(op.Div(best, i64(op, k)), i64(op, -1)) if k > 1 else None
+            streams, ancestors = (
+                v if source is None else op.GatherND(v, source, batch_dims=1) for v in (streams, at.ancestors)
+            )
+            ancestors = op.Concat(ancestors, own, axis=2)
+        mask = op.Concat(base, ancestors, axis=2)
+        return found, Frontier(streams, mask, tokens, scores, ids, ancestors)
+
+    def _children(self, op: Op, log_probs: Value, tokens: Value, at: Frontier, level: DraftLevel) -> Candidates:
+        flat, k = i64(op, 0, -1), level.topk
+        if at.scores is None or at.ids is None:
+            parents = op.Add(level.zero, const(op, np.full((1, k), -1, np.int64)))
+            return Candidates(op.Reshape(log_probs, flat), op.Reshape(tokens, flat), parents)
+        if k == 1:
+            return Candidates(op.Add(op.Reshape(log_probs, flat), at.scores), op.Reshape(tokens, flat), at.ids)
+        scores = op.Reshape(op.Add(log_probs, op.Unsqueeze(at.scores, i64(op, -1))), flat)
+        parents = op.Gather(at.ids, const(op, np.repeat(np.arange(k), k)), axis=1)
+        return Candidates(scores, op.Reshape(tokens, flat), parents)
 
     def stream_mixer(self, op: Op, streams: Value, fn: Value, base: Value, eps: float) -> Value:
         """(fn z) rsqrt(mean z^2 + eps) + base of the flattened streams z (spec 5.1, 5.3): [B, N, m, D], [m D, gains] -> [B, N, gains]."""

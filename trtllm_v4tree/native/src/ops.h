@@ -41,6 +41,16 @@ struct Spread {
   int64_t m, dim, rows;
 };
 
+Spread spread(const Context& ctx);
+
+// post[k] out + sum_j comb[j, k] streams[j] of node r
+void post_mix(const Spread& s, int64_t r, float* result);
+
+// Into how many tasks the mixing of `rows` nodes is cut; fewer than two nodes for a thread are not worth the hand-over.
+inline int64_t mix_groups(int64_t rows) {
+  return std::max<int64_t>((rows + kLanes - 1) / kLanes, std::min<int64_t>(rows / 2, num_threads()));
+}
+
 struct HyperPost {
   static constexpr const char *kName = "HyperPost", *kInputs = "ffff", *kOutputs = "f";
   explicit HyperPost(const Attributes&) {}
@@ -49,7 +59,6 @@ struct HyperPost {
 
 struct HyperPostMix {
   static constexpr const char *kName = "HyperPostMix", *kInputs = "ffffwff", *kOutputs = "ffff";
-  static constexpr int64_t kSharedRows = 2;  // fewer rows than this for a thread are not worth the hand-over
   explicit HyperPostMix(const Attributes& a);
   void run(const Context& ctx) const;
   HyperMix next;
@@ -57,8 +66,15 @@ struct HyperPostMix {
 
 struct HyperHead {
   static constexpr const char *kName = "HyperHead", *kInputs = "fwff", *kOutputs = "f";
+  struct Weights {
+    Packed fn;
+    const float *base, *norm;
+    int64_t m, dim;
+  };
   explicit HyperHead(const Attributes& a);
   void run(const Context& ctx) const;
+  Weights weights(const Context& ctx, const Tensor& streams, size_t at) const;  // packed fn, base, norm from input `at` on
+  void reduce(const float* streams, const Weights& w, int64_t first, int64_t last, float* x) const;
   float hc_eps, norm_eps;
 };
 
@@ -75,8 +91,47 @@ struct TopLogProbs {
   static constexpr const char *kName = "TopLogProbs", *kInputs = "fw", *kOutputs = "fi";
   explicit TopLogProbs(const Attributes& a);
   void run(const Context& ctx) const;
+  void best(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* values, int64_t* tokens) const;
   int64_t columns, topk;
   bool rounded;
+};
+
+// Of a draft level: the input of its block, and what HyperMix makes of it.
+struct DraftEntry {
+  static constexpr const char *kName = "DraftEntry", *kInputs = "fwffIwff", *kOutputs = "ffff";
+  explicit DraftEntry(const Attributes& a) : next(a), eps(a.real("eps")), rounded(a.integer("rounded")) {}
+  void run(const Context& ctx) const;
+  HyperMix next;
+  float eps;
+  bool rounded;
+};
+
+// Of a draft level: its candidates, and the frontier that the next level expands.
+struct DraftFrontier {
+  static constexpr const char *kName = "DraftFrontier", *kInputs = "fiFIFFF", *kOutputs = "fiiFIIFF";
+  struct Proposed {  // log_probs, tokens [batch, nodes, topk], streams [batch, nodes, m, dim]
+    const float* log_probs;
+    const int64_t* tokens;
+    const float* streams;
+    int64_t batch, nodes, topk, m, dim;
+  };
+  explicit DraftFrontier(const Attributes& a) : level(a.integer("level")), first(a.integer("first")), last(a.integer("last")) {}
+  void run(const Context& ctx) const;
+  void advance(const Context& ctx, const Proposed& p, size_t at) const;
+  std::vector<int64_t> choose(const Context& ctx, const Proposed& p, const float* scores) const;
+  void expand(const Context& ctx, const Proposed& p, const std::vector<int64_t>& best, const Tensor& mask, const Tensor& levels) const;
+  int64_t level, first;
+  bool last;
+};
+
+// Of a draft level: the output of its block, the tokens that it proposes, and DraftFrontier.
+struct DraftProposal {
+  static constexpr const char *kName = "DraftProposal", *kInputs = "ffffwffwIFIFF", *kOutputs = "fiiFIIFF";
+  explicit DraftProposal(const Attributes& a) : head(a), top(a), next(a) {}
+  void run(const Context& ctx) const;
+  HyperHead head;
+  TopLogProbs top;
+  DraftFrontier next;
 };
 
 struct RopeTables {

@@ -101,8 +101,7 @@ void HyperMix::mix(const Context& ctx, const Tensor& streams, size_t at, size_t 
   });
 }
 
-// post[k] out + sum_j comb[j, k] streams[j] of one node
-static void post_mix(const Spread& s, int64_t r, float* result) {
+void post_mix(const Spread& s, int64_t r, float* result) {
   for (int64_t k = 0; k < s.m; ++k) {
     float gains[8];
     for (int64_t j = 0; j < s.m; ++j) gains[j] = s.comb[(r * s.m + j) * s.m + k];
@@ -114,7 +113,7 @@ static void post_mix(const Spread& s, int64_t r, float* result) {
   }
 }
 
-static Spread spread(const Context& ctx) {
+Spread spread(const Context& ctx) {
   const Tensor streams = ctx.input(0), out = ctx.input(1), post = ctx.input(2), comb = ctx.input(3);
   const int64_t m = streams.dim(2), dim = streams.dim(3), rows = streams.count() / (m * dim);
   require(m <= 8 && out.count() == rows * dim && post.count() == rows * m && comb.count() == rows * m * m,
@@ -139,7 +138,7 @@ void HyperPostMix::run(const Context& ctx) const {
   const Spread s = spread(ctx);
   float* result = ctx.output_f32(0, {streams.dim(0), streams.dim(1), s.m, s.dim});
   const HyperMix::Mixed to = next.outputs(ctx, streams, 4, 1);
-  const int64_t groups = std::max<int64_t>((s.rows + kLanes - 1) / kLanes, std::min<int64_t>(s.rows / kSharedRows, num_threads()));
+  const int64_t groups = mix_groups(s.rows);
   ctx.parallel(groups, [&](int64_t task) {
     const int64_t first = s.rows * task / groups, last = s.rows * (task + 1) / groups;
     for (int64_t r = first; r < last; ++r) post_mix(s, r, result);
@@ -150,25 +149,34 @@ void HyperPostMix::run(const Context& ctx) const {
 // streams [.., m, D], packed fn [m D, m], base [m], norm [D] -> normed sum of the streams [.., D]
 HyperHead::HyperHead(const Attributes& a) : hc_eps(a.real("hc_eps")), norm_eps(a.real("norm_eps")) {}
 void HyperHead::run(const Context& ctx) const {
-  const Tensor streams = ctx.input(0), base = ctx.input(2), norm = ctx.input(3);
-  const int64_t m = streams.dim(-2), dim = streams.dim(-1), rows = streams.count() / (m * dim);
-  const Packed fn = packed(ctx.input(1), m * dim);
+  const Tensor streams = ctx.input(0);
+  const Weights w = weights(ctx, streams, 1);
+  const int64_t rows = streams.count() / (w.m * w.dim);
+  float* x = ctx.output_f32(0, {streams.dim(0), streams.dim(1), w.dim});
+  ctx.split(rows, linear_cost(rows, w.fn), [&](int64_t first, int64_t last) { reduce(streams.f32(), w, first, last, x); });
+}
+
+HyperHead::Weights HyperHead::weights(const Context& ctx, const Tensor& streams, size_t at) const {
+  const Tensor base = ctx.input(at + 1), norm = ctx.input(at + 2);
+  const int64_t m = streams.dim(-2), dim = streams.dim(-1);
   require(base.count() == m && norm.count() == dim, "the base or norm of the head has the wrong size");
-  float* x = ctx.output_f32(0, {streams.dim(0), streams.dim(1), dim});
-  ctx.split(rows, linear_cost(rows, fn), [&](int64_t first, int64_t last) {
-    std::vector<float> mix((last - first) * m);
-    kernels().linear(streams.f32() + first * m * dim, m * dim, last - first, fn, 0, fn.blocks, mix.data(), m, m);
-    for (int64_t r = first; r < last; ++r) {
-      const float* z = streams.f32() + r * m * dim;
-      float* row = mix.data() + (r - first) * m;
-      const float scale = 1.0f / std::sqrt(kernels().mean_square(z, m * dim) + norm_eps);
-      for (int64_t j = 0; j < m; ++j) row[j] = row[j] * scale + base.f32()[j];
-      kernels().sigmoid(row, m);
-      for (int64_t j = 0; j < m; ++j) row[j] += hc_eps;
-      kernels().mix(z, dim, row, m, x + r * dim, dim);
-      kernels().rms_norm(x + r * dim, norm.f32(), x + r * dim, dim, norm_eps);
-    }
-  });
+  return {packed(ctx.input(at), m * dim), base.f32(), norm.f32(), m, dim};
+}
+
+void HyperHead::reduce(const float* streams, const Weights& w, int64_t first, int64_t last, float* x) const {
+  const int64_t m = w.m, dim = w.dim;
+  std::vector<float> mix((last - first) * m);
+  kernels().linear(streams + first * m * dim, m * dim, last - first, w.fn, 0, w.fn.blocks, mix.data(), m, m);
+  for (int64_t r = first; r < last; ++r) {
+    const float* z = streams + r * m * dim;
+    float* row = mix.data() + (r - first) * m;
+    const float scale = 1.0f / std::sqrt(kernels().mean_square(z, m * dim) + norm_eps);
+    for (int64_t j = 0; j < m; ++j) row[j] = row[j] * scale + w.base[j];
+    kernels().sigmoid(row, m);
+    for (int64_t j = 0; j < m; ++j) row[j] += hc_eps;
+    kernels().mix(z, dim, row, m, x + r * dim, dim);
+    kernels().rms_norm(x + r * dim, w.norm, x + r * dim, dim, norm_eps);
+  }
 }
 
 MixtureOfExperts::MixtureOfExperts(const Attributes& a)
@@ -311,12 +319,14 @@ TopLogProbs::TopLogProbs(const Attributes& a)
 void TopLogProbs::run(const Context& ctx) const {
   const Tensor x = ctx.input(0);
   const Packed w = packed(ctx.input(1), x.dim(-1), rounded);
-  const int64_t rows = x.count() / x.dim(-1);
   float* values = ctx.output_f32(0, with_last(x, topk));
-  int64_t* tokens = static_cast<int64_t*>(ctx.output(1, with_last(x, topk)));
+  best(ctx, x.f32(), x.count() / x.dim(-1), w, values, static_cast<int64_t*>(ctx.output(1, with_last(x, topk))));
+}
+
+void TopLogProbs::best(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* values, int64_t* tokens) const {
   thread_local std::vector<float> buffer, words;
   float* logits = scratch(buffer, rows * columns);
-  linear_parallel(ctx, rows_of(x.f32(), rows, x.dim(-1), rounded, words), rows, w, logits, columns);
+  linear_parallel(ctx, rows_of(x, rows, w.inputs, rounded, words), rows, w, logits, columns);
   ctx.split(rows, rows * columns * 2, [&](int64_t first, int64_t last) {
     std::vector<std::pair<float, int64_t>> best(topk);
     for (int64_t r = first; r < last; ++r) {
