@@ -53,7 +53,8 @@ def test_a_draft_round_is_the_same_to_the_bit(shape: tuple[int, int], tmp_path: 
     fuse(fused)
     left = counts(fused)
     assert left["DraftEntry"] == max(1, shape[0]) and left["DraftProposal"] == shape[0]
-    assert not any(left[name] for name in ("HyperHead", "HyperPost", "TopLogProbs", "DraftFrontier"))
+    assert not any(left[name] for name in ("HyperMix", "HyperHead", "HyperPost", "TopLogProbs", "DraftFrontier"))
+    assert left["Concat"] == (3 if shape[0] else 0), "candidates of all levels are joined, and nothing else"
     rng, known, feeds = np.random.default_rng(5), {"B": 2, "S": 3, "W": 7, "W+S": 10}, {}
     for value in plain.graph.inputs:
         assert value.shape is not None and value.name is not None

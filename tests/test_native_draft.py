@@ -9,10 +9,21 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.test_native import Arrays, normal, run
+from tests.test_native import DIMS, Arrays, key_feeds, normal, rope_of, run
 from trtllm_v4tree.compiler.fuse import fuse
 from trtllm_v4tree.compiler.native_ops import NativeOps
-from trtllm_v4tree.network.ops import DOMAIN, DraftLevel, Frontier, HyperGains, Op, V4TreeOps, Value, i64
+from trtllm_v4tree.network.ops import (
+    DOMAIN,
+    DraftLevel,
+    Frontier,
+    HyperGains,
+    KeySources,
+    NodeRows,
+    Op,
+    V4TreeOps,
+    Value,
+    i64,
+)
 
 M, DIM, VOCAB = 3, 40, 23
 GAINS = HyperGains(M, 20, 1e-6, 1e-6)
@@ -96,6 +107,21 @@ def test_a_wrong_entry_is_an_error(change: Arrays, message: str) -> None:
     given = [{k: change.get(k, v) for k, v in arrays.items()} for arrays in (feeds, weights)]
     with pytest.raises(Exception, match=message):
         run(NativeOps(False), emit_entry, *given, fused_as("DraftEntry"))
+
+
+def emit_rows(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> tuple[Value, ...]:
+    return named(op, tuple(ops.take_row(op, v["i"], [v["a"], v["b"], v["c"]])))
+
+
+def test_one_row_of_every_sequence() -> None:
+    rng = np.random.default_rng(0)
+    feeds = {"i": np.array([[2], [0]]), "a": normal(rng, 2, 3, 4), "b": normal(rng, 2, 3, 2, 5), "c": normal(rng, 2, 3)}
+    for ops in (V4TreeOps(), NativeOps(False)):
+        for name, got in zip("abc", run(ops, emit_rows, feeds, {}), strict=True):
+            np.testing.assert_array_equal(got, np.stack([feeds[name][0, [2]], feeds[name][1, [0]]]))
+    for index, message in ((np.array([[2], [3]]), "row is out of range"), (np.array([[2]]), "one index per sequence")):
+        with pytest.raises(Exception, match=message):
+            run(NativeOps(False), emit_rows, feeds | {"i": index}, {})
 
 
 def level_case(rng: np.random.Generator, batch: int, level: int, topk: int) -> Arrays:
@@ -230,3 +256,44 @@ def test_a_wrong_proposal_is_an_error(change: Arrays, message: str) -> None:
     given = [{k: change.get(k, v) for k, v in arrays.items()} for arrays in (feeds, weights)]
     with pytest.raises(Exception, match=message):
         run(NativeOps(False), emit_proposal(2, 2, False), *given, fused_as("DraftProposal"))
+
+
+def parts_case(widths: tuple[int, ...]) -> tuple[Arrays, Emit]:
+    """Attention over nodes whose rows come in parts of these widths."""
+    rng, total = np.random.default_rng(1), sum(widths)
+    feeds = key_feeds(rng, 2, total, 0) | {"q": normal(rng, 2, total, DIMS.query_width + 20 * 16)}
+    rope, rows = rope_of(feeds, rng, 2, total), feeds.pop("nodes")
+    for i, part in enumerate(np.split(rows, np.cumsum(widths)[:-1], axis=1)):
+        feeds[f"part{i}"] = np.ascontiguousarray(part)
+    unread = ("entries", "entry_rows", "branch", "entry_mask")
+
+    def emit(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> Any:
+        joined = v["part0"]
+        for i in range(1, len(widths)):
+            joined = op.Concat(joined, v[f"part{i}"], axis=1)
+        keys = KeySources(v["window"], v["window_rows"], joined, v["node_mask"])
+        out = ops.attend(op, NodeRows(joined, None, None, v["q"], None), keys, v["sink"], rope(v), DIMS)
+        return named(op, (out,))
+
+    return {name: array for name, array in feeds.items() if name not in unread}, emit
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (3, 1, 2), (2, 1, 1, 1, 1, 1, 1, 1)])
+def test_attention_reads_rows_in_parts(widths: tuple[int, ...]) -> None:
+    feeds, emit = parts_case(widths)
+    check("TreeAttention", emit, feeds, {"sink": normal(np.random.default_rng(2), 1, 1, 5, 1)})
+
+
+@pytest.mark.parametrize(
+    "shape,message", [((2, 3, 32), "node mask"), ((1, 2, 32), "do not fit"), ((2, 2, 16), "do not fit")]
+)
+def test_parts_that_do_not_fit_are_an_error(shape: tuple[int, ...], message: str) -> None:
+    feeds, emit = parts_case((3, 2))
+    with pytest.raises(Exception, match=message):
+        run(
+            NativeOps(False),
+            emit,
+            feeds | {"part1": np.ones(shape, np.float32)},
+            {"sink": np.ones((1, 1, 5, 1), np.float32)},
+            fused_as("TreeAttention"),
+        )

@@ -13,6 +13,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtllm_v4tree.network.ops import DOMAIN
 
+MAX_PARTS = 8
+"""Tensors that the rows of an attention's nodes may lie in."""
+
 
 def fuse(model: ir.Model) -> None:
     """Rewrites the graph of `model` in place."""
@@ -28,6 +31,8 @@ def fuse(model: ir.Model) -> None:
         elif node.op_type == "PackedLinear":
             _fuse_linears(graph, node)
             _fuse_entry(graph, node)
+        elif node.op_type == "TreeAttention":
+            _fuse_parts(graph, node)
     for node in list(graph):
         if node.op_type == "Reshape":
             _fuse_stack(graph, node)
@@ -94,6 +99,21 @@ def _fuse_entry(graph: ir.Graph, node: ir.Node) -> None:
     _replace(
         graph, _node("DraftEntry", inputs, attributes, 4), [add.outputs[0], *mixes[0].outputs], [node, add, mixes[0]]
     )
+
+
+def _fuse_parts(graph: ir.Graph, node: ir.Node) -> None:
+    """Attention reads the rows of its nodes where they are, rather than a concatenation of them."""
+    parts = _parts(node.inputs[3])
+    if 1 < len(parts) <= MAX_PARTS:
+        inputs = [*node.inputs[:3], parts[0], *node.inputs[4:], *parts[1:]]
+        _replace(graph, _node("TreeAttention", inputs, node.attributes.values(), 1), node.outputs, [node])
+
+
+def _parts(value: ir.Value | None) -> list[ir.Value | None]:
+    joined = _producer(value)
+    if joined is None or joined.op_type != "Concat" or joined.attributes["axis"].as_int() != 1:
+        return [value]
+    return [part for source in joined.inputs for part in _parts(source)]
 
 
 def _fuse_linears(graph: ir.Graph, node: ir.Node) -> None:

@@ -8,7 +8,7 @@ beside it, so a linear gives the same bits for one node and for a tree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -101,6 +101,9 @@ class NativeOps(V4TreeOps):
             x, self._pack(op, head), columns=_dims(head)[-1], topk=topk, rounded=int(self.rounded), _domain=DOMAIN, _outputs=2
         )  # fmt: skip
         return values, tokens
+
+    def take_row(self, op: Op, index: Value, values: Sequence[Value]) -> list[Value]:
+        return list(op.TakeRow(index, *values, _domain=DOMAIN, _outputs=len(values)))
 
     def draft_level(
         self, op: Op, log_probs: Value, tokens: Value, at: Frontier, level: DraftLevel

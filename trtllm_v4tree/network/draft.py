@@ -113,10 +113,11 @@ class DraftRound(nn.Module):
 
         x = self.rows_of(op, streams, feeds["next_tokens"])
         rope = make_rope(op, self.ops, feeds["positions"], rope_inv_freq(self.config, compressed=False))
-        _, rows = self.block(op, x, feeds["next_tokens"], rope, None, visible)
+        mixed = self.block.hc_attn(op, x)
+        _, rows = self.block(op, x, feeds["next_tokens"], rope, None, visible, mixed)
         outputs = {"mtp_scratch": rows.kv}
         if self.steps:
-            outputs.update(_Expansion(op, self, feeds, rows.kv).run(x))
+            outputs.update(_Expansion(op, self, feeds, rows.kv).run(x, mixed))
         return outputs
 
 
@@ -145,10 +146,10 @@ class _Expansion:
             return [value]
         return list(self.op.Split(value, i64(self.op, *widths), axis=1, _outputs=len(widths)))
 
-    def run(self, x: Value) -> dict[str, Value]:
-        """x [B, S, m, D]: block inputs of the accepted rows; the newest one proposes the first level."""
+    def run(self, x: Value, mixed: tuple[Value, Value, Value]) -> dict[str, Value]:
+        """Block inputs of the accepted rows [B, S, m, D], and what the first site makes of them; the newest one proposes level 1."""
         steps, found = self.model.steps, []
-        frontier: Frontier | None = self._first(x)
+        frontier: Frontier | None = self._first(x, mixed)
         for level in range(steps):
             assert frontier is not None
             at = self._expand(level, frontier) if level else frontier
@@ -171,13 +172,13 @@ class _Expansion:
         constants = DraftLevel(self.feeds.get("level_mask"), self.zero, None if last else level, first, k)
         return model.ops.draft_level(op, log_probs, tokens, at, constants)
 
-    def _first(self, x: Value) -> Frontier:
+    def _first(self, x: Value, mixed: tuple[Value, Value, Value]) -> Frontier:
         """Y [B, 1, m, D] of the newest accepted row; it sees the window and the accepted rows."""
         op, last = self.op, self.feeds["last_row"]
-        row = op.Unsqueeze(last, i64(op, -1))
-        mask, own = (op.GatherND(rows, row, batch_dims=1) for rows in (self.feeds["catchup_mask"], x))
+        mask, own, *site = self.model.ops.take_row(op, last, [self.feeds["catchup_mask"], x, *mixed])
         token = op.GatherElements(self.feeds["next_tokens"], last, axis=1)
-        y, _ = self.model.block(op, own, token, self.ropes[0], None, lambda op, rows: self._keys(mask))
+        known = (site[0], site[1], site[2])
+        y, _ = self.model.block(op, own, token, self.ropes[0], None, lambda op, rows: self._keys(mask), known)
         return Frontier(y, mask)
 
     def _keys(self, mask: Value) -> KeySources:

@@ -215,6 +215,11 @@ class V4TreeOps:
         values, tokens = op.TopK(log_probs, i64(op, topk), axis=-1, _outputs=2)
         return values, tokens
 
+    def take_row(self, op: Op, index: Value, values: Sequence[Value]) -> list[Value]:
+        """One row of every sequence: index [B, 1], values [B, S, ..] -> [B, 1, ..] each."""
+        row = op.Unsqueeze(index, i64(op, -1))
+        return [op.GatherND(value, row, batch_dims=1) for value in values]
+
     def draft_level(
         self, op: Op, log_probs: Value, tokens: Value, at: Frontier, level: DraftLevel
     ) -> tuple[Candidates, Frontier | None]:

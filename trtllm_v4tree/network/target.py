@@ -29,10 +29,11 @@ class Block(nn.Module):
         self.ffn = MixtureOfExperts(c, ops, f"{prefix}.ffn", hashed)
 
     def forward(
-        self, op: Op, streams: Value, token_ids: Value, rope: Rope, phase: Value | None, visible: Visible
-    ) -> tuple[Value, NodeRows]:
-        """streams [B, N, m, D] -> streams and the rows of the nodes."""
-        x, post, comb = self.hc_attn(op, streams)
+        self, op: Op, streams: Value, token_ids: Value, rope: Rope, phase: Value | None, visible: Visible,
+        mixed: tuple[Value, Value, Value] | None = None,
+    ) -> tuple[Value, NodeRows]:  # fmt: skip
+        """streams [B, N, m, D] -> streams and the rows of the nodes; `mixed`: what `hc_attn` makes of the streams, where it is known."""
+        x, post, comb = self.hc_attn(op, streams) if mixed is None else mixed
         out, rows = self.attn(op, x, rope, phase, visible)
         streams = self.ops.stream_post_mix(op, streams, out, post, comb)
         x, post, comb = self.hc_ffn(op, streams)

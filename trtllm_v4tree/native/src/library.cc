@@ -89,7 +89,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCreateCustomOpDomain, "v4tree", &made)) return s;
     for (const OrtCustomOp* op :
          {descriptor<Linear>(), descriptor<HyperMix>(), descriptor<HyperPost>(), descriptor<HyperPostMix>(), descriptor<HyperHead>(),
-          descriptor<MixtureOfExperts>(), descriptor<TopLogProbs>(), descriptor<DraftEntry>(), descriptor<DraftProposal>(), descriptor<DraftFrontier>(),
+          descriptor<MixtureOfExperts>(), descriptor<TopLogProbs>(), descriptor<TakeRow>(), descriptor<DraftEntry>(), descriptor<DraftProposal>(), descriptor<DraftFrontier>(),
           descriptor<RopeTables>(), descriptor<AttentionInputs>(), descriptor<AttentionProject>(), descriptor<StackLayers>(), descriptor<TreePool>(),
           descriptor<TreeIndexSelect>(), descriptor<TreeAttention>(), descriptor<PutRows>(), descriptor<FoldRows>()})
       if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCustomOpDomainAdd, made, op)) return s;

@@ -96,6 +96,13 @@ struct TopLogProbs {
   bool rounded;
 };
 
+// One row of every sequence, of two to five tensors.
+struct TakeRow {
+  static constexpr const char *kName = "TakeRow", *kInputs = "iffFFF", *kOutputs = "ffFFF";
+  explicit TakeRow(const Attributes&) {}
+  void run(const Context& ctx) const;
+};
+
 // Of a draft level: the input of its block, and what HyperMix makes of it.
 struct DraftEntry {
   static constexpr const char *kName = "DraftEntry", *kInputs = "fwffIwff", *kOutputs = "ffff";
@@ -204,7 +211,8 @@ struct TreeIndexSelect {
 };
 
 struct TreeAttention {
-  static constexpr const char *kName = "TreeAttention", *kInputs = "ffiffFIFFfff", *kOutputs = "f";
+  static constexpr const char *kName = "TreeAttention", *kInputs = "ffiffFIFFfffFFFFFFF", *kOutputs = "f";
+  static constexpr size_t kMoreParts = 7;
   explicit TreeAttention(const Attributes& a);
   void run(const Context& ctx) const;
   int64_t heads;

@@ -10,6 +10,24 @@ namespace v4tree {
 
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
+// index [B, 1], values [B, S, ..] each -> [B, 1, ..] each
+void TakeRow::run(const Context& ctx) const {
+  const Tensor index = ctx.input(0);
+  for (size_t i = 0; i < std::strlen(kOutputs); ++i) {
+    const Tensor values = ctx.input(1 + i);
+    if (!values) return;
+    require(values.rank >= 2 && index.count() == values.dim(0), "there is not one index per sequence");
+    std::vector<int64_t> dims(values.dims, values.dims + values.rank);
+    dims[1] = 1;
+    float* out = ctx.output_f32(i, dims);
+    const int64_t size = values.count(2);
+    for (int64_t b = 0; b < values.dim(0); ++b) {
+      require(index.i64()[b] >= 0 && index.i64()[b] < values.dim(1), "a row is out of range");
+      std::copy_n(values.f32() + (b * values.dim(1) + index.i64()[b]) * size, size, out + b * size);
+    }
+  }
+}
+
 // to += the row of its token, in every stream of the nodes first..last
 static void add_rows(const float* table, const int64_t* tokens, int64_t m, int64_t dim, int64_t first, int64_t last, float* to) {
   for (int64_t i = first * m; i < last * m; ++i) {

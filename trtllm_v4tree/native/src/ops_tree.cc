@@ -231,7 +231,7 @@ void TreeIndexSelect::run(const Context& ctx) const {
 TreeAttention::TreeAttention(const Attributes& a) : heads(a.integer("heads")), scale(a.real("scale")), eps(a.real("eps")) {}
 
 // Shared-KV attention of queries [B, N, >= H * d] (normed per head and rotated here) over [sink | held window rows, newest first | nodes |
-// entries | branch], with the sink added to key 0, rotated back: [B, N, H * d]. Sums run over the sink, the window from the newest position
+// entries | branch], the nodes perhaps in more parts, [B, ., d] each, with the sink added to key 0, rotated back: [B, N, H * d]. Sums run over the sink, the window from the newest position
 // back (nodes, a node's descendants before it, then held rows) and the entries from the oldest on, so a token sums the same rows in the
 // same order whether they are nodes or held. A key that no row of a group sees is skipped, so its values may be anything.
 void TreeAttention::run(const Context& ctx) const {
@@ -239,15 +239,23 @@ void TreeAttention::run(const Context& ctx) const {
   const Tensor entries = ctx.input(5), entry_rows = ctx.input(6), branch = ctx.input(7), entry_mask = ctx.input(8);
   const Tensor sink = ctx.input(9), cos = ctx.input(10), sin = ctx.input(11);
   const int64_t batch = query.dim(0), nodes = query.dim(1), dim = window.dim(1), half = cos.dim(-1);
+  std::vector<Tensor> parts;
+  Tensor part = fresh;
+  for (size_t i = 12; part; part = i < 12 + kMoreParts ? ctx.input(i++) : Tensor{}) parts.push_back(part);
+  int64_t own = 0;
+  for (const Tensor& p : parts) {
+    require(p.rank == 3 && p.dim(0) == batch && p.dim(2) == dim, "rows of nodes do not fit the window");
+    own += p.dim(1);
+  }
   const int64_t near = node_mask.dim(2), far = entry_mask ? entry_mask.dim(2) : 0, keys = near + far, rows = nodes * heads;
   require(query.dim(2) >= heads * dim && dim % kLanes == 0 && sink.count() == heads, "the attention query has the wrong width");
-  require(near == window_rows.dim(1) + fresh.dim(1), "the node mask has the wrong width");
+  require(near == window_rows.dim(1) + own, "the node mask has the wrong width");
   require(far == (far ? entry_rows.dim(1) + branch.dim(1) : 0), "the entry mask has the wrong width");
   float* out = ctx.output_f32(0, {batch, nodes, heads * dim});
   std::vector<Keys> sources(batch);
   for (int64_t b = 0; b < batch; ++b) {
     sources[b].pooled(window, window_rows, b, dim);
-    sources[b].fresh(fresh, b, dim);
+    for (const Tensor& p : parts) sources[b].fresh(p, b, dim);
     if (far) sources[b].pooled(entries, entry_rows, b, dim), sources[b].fresh(branch, b, dim);
   }
   const int64_t groups = (rows + kLanes - 1) / kLanes;
