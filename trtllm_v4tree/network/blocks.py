@@ -162,8 +162,8 @@ class MixtureOfExperts(nn.Module):
         )
         if self.ops.fused_experts:
             route = self.tid2eid if self.hashed else self.bias
-            shared = self.in_proj, self.shared_out
-            return self.ops.mixture(op, x, token_ids, self.gate, *shared, route, self.fc1, self.fc2, experts)
+            stored = self.gate, self.in_proj, self.shared_out, route, self.fc1, self.fc2
+            return self.ops.mixture(op, x, token_ids, *stored, experts)
         if self.grouped:
             rows, tokens = op.Reshape(x, i64(op, -1, c.hidden_size)), op.Reshape(token_ids, i64(op, -1))
             ids, weights, shared = self._inputs(op, rows, tokens)
