@@ -148,7 +148,7 @@ def test_to_dict_is_a_config_that_transformers_reads(tmp_path: Path) -> None:
 def test_nano() -> None:
     assert NANO is not None
     config = ModelConfig.from_pretrained(NANO)
-    assert config.compress_ratios == (0, 0, 4, 128, 4, 128)
+    assert config.compress_ratios[:6] == (0, 0, 4, 128, 4, 128)
     assert (config.rope_head_dim, config.num_hash_layers, config.num_mtp_layers) == (16, 2, 1)
 
 
