@@ -532,6 +532,11 @@ def test_no_node_is_no_work() -> None:
     mixture, x = mixture_case(rng, 0)
     mix, streams = hyper_case(rng, 0)
     assert mixture(x).shape == (1, 0, 32)
+    weights = {"w": normal(rng, 32, 5 * 16)}  # a panel and a part of one
+    [y] = run(
+        NativeOps(False), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": normal(rng, 1, 0, 32)}, weights
+    )
+    assert y.shape == (1, 0, 80)
     assert [out.shape for out in mix(streams)] == [(1, 0, 8), (1, 0, 1, 4), (1, 0, 4, 4)]
 
 

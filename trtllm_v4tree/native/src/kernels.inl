@@ -231,7 +231,7 @@ static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, i
   for (int64_t b = first; b < last;) {
     const int64_t left = (last < b / kPanel * kPanel + kPanel ? last : b / kPanel * kPanel + kPanel) - b;
     const int64_t rest = last - b - left < kPanel ? last - b - left : kPanel;
-    if (rows <= Across && rest > 0 && left + rest < 2 * kPanel) {
+    if (rows > 0 && rows <= Across && rest > 0 && left + rest < 2 * kPanel) {
       if constexpr (Across > 0) {
         if (rows == Across)
           linear_across<Across>(x, ldx, w, b, left, rest, y, ldy, columns);

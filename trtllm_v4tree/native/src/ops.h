@@ -2,10 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "context.h"
 
 namespace v4tree {
+
+constexpr float kHidden = -std::numeric_limits<float>::infinity();  // of a mask: not seen
 
 // Inputs as a string of one letter each: f float, i int64, w packed weight (float or bfloat16), a any; upper case if optional; v any
 // number of floats.

@@ -1,14 +1,11 @@
 // Operators of a draft level: the input of its block, what it proposes, and the frontier that is expanded next.
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 #include "linear.h"
 #include "ops.h"
 
 namespace v4tree {
-
-constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // index [B, 1], values [B, S, ..] each -> [B, 1, ..] each
 void TakeRow::run(const Context& ctx) const {

@@ -1,14 +1,11 @@
 // Operators that know the tree: compressor pools, indexer selection, attention over window, nodes, entries and branch entries.
 #include <cmath>
-#include <limits>
 #include <numeric>
 
 #include "linear.h"
 #include "ops.h"
 
 namespace v4tree {
-
-constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // Interleaved rotation of the leading 2 * half values of a head.
 static void rotate(float* x, const float* cos, const float* sin, int64_t half, float sign) {
