@@ -51,12 +51,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_linear_is_the_product_of_rounded_inputs(rows: int, inputs: int, outputs: int) -> None:
     rng = np.random.default_rng(rows * inputs + outputs)
     x, w = normal(rng, 1, rows, inputs), rounded(normal(rng, inputs, outputs))
-    [y] = run(NativeOps(True, rounded=True), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": x}, {"w": w})
+    [y] = run(NativeOps(True, "bfloat16"), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": x}, {"w": w})
     exact = rounded(x).astype(np.float64) @ w.astype(np.float64)
     assert np.abs(y - exact).max() <= 1e-6 * np.abs(x).max() * np.abs(w).sum(axis=0).max()
     for first, count in ((0, 1), (rows // 2, rows - rows // 2)):
         part = np.ascontiguousarray(x[:, first : first + count])
-        [same] = run(NativeOps(True, True), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": part}, {"w": w})
+        [same] = run(
+            NativeOps(True, "bfloat16"), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": part}, {"w": w}
+        )
         np.testing.assert_array_equal(same, y[:, first : first + count])
 
 
@@ -64,7 +66,7 @@ def test_grouped_linear_rounds_each_group() -> None:
     rng = np.random.default_rng(2)
     x, w = normal(rng, 1, 5, 48), rounded(normal(rng, 3, 16, 20))
     [y] = run(
-        NativeOps(True, rounded=True), lambda ops, op, v: ops.grouped_linear(op, v["x"], v["w"]), {"x": x}, {"w": w}
+        NativeOps(True, "bfloat16"), lambda ops, op, v: ops.grouped_linear(op, v["x"], v["w"]), {"x": x}, {"w": w}
     )
     exact = np.einsum("rgi,gio->rgo", rounded(x).reshape(5, 3, 16).astype(np.float64), w).reshape(1, 5, 60)
     np.testing.assert_allclose(y, exact, atol=1e-5)
@@ -73,7 +75,7 @@ def test_grouped_linear_rounds_each_group() -> None:
 def test_what_is_no_number_is_seen() -> None:
     x, w = np.ones((1, 3, 32), np.float32), np.ones((32, 16), np.float32)
     x[0, 0, 3], x[0, 1, 4] = np.nan, np.inf
-    [y] = run(NativeOps(True, rounded=True), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": x}, {"w": w})
+    [y] = run(NativeOps(True, "bfloat16"), lambda ops, op, v: ops.linear(op, v["x"], v["w"]), {"x": x}, {"w": w})
     assert np.isnan(y[0, 0]).all() and np.isposinf(y[0, 1]).all() and (y[0, 2] == 32).all()
 
 
@@ -92,7 +94,7 @@ def test_experts_err_by_no_more_than_rounding(count: int) -> None:
     }
     feeds = {"x": normal(rng, 1, count, dim), "ids": rng.integers(0, 11, (1, count))}
     [y] = run(
-        NativeOps(True, rounded=True),
+        NativeOps(True, "bfloat16"),
         lambda ops, op, v: ops.mixture(op, v["x"], v["ids"], *(v[n] for n in weights), e),
         feeds,
         weights,

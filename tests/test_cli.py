@@ -169,8 +169,8 @@ def test_checkpoint_dir_is_not_there(tmp_path: Path, v4tree: Run) -> None:
     [
         ("--target", "cuda", ("'cuda'", "onnxruntime, tensorrt, tensorrt-rtx")),
         ("--target", "tensorrt", ("TensorRT", "pip install 'trtllm_v4tree[tensorrt]'")),
-        ("--dtype", "int8", ("'int8'", "float32, float16, bfloat16")),
-        ("--dtype", "float16", ("float16", "float32 or bfloat16")),
+        ("--dtype", "int4", ("'int4'", "float32, float16, bfloat16, int8")),
+        ("--dtype", "float16", ("float16", "float32, bfloat16 or int8")),
         ("--max_batch_size", "0", ("max_batch_size=0", "1 to 1024")),
         ("--max-seq-len", "1025", ("max_seq_len=1025", "1 to 1024")),
         ("--max_verify_tokens", "65", ("max_verify_tokens=65", "1 to 64")),

@@ -161,7 +161,7 @@ def test_values_that_bfloat16_cannot_hold_are_refused() -> None:
 def test_packing_keeps_every_value_once() -> None:
     for inputs, outputs, half in ((5, 100, False), (3, 80, True), (16, 15, True)):
         array = np.arange(1, inputs * outputs + 1, dtype=np.float32).reshape(inputs, outputs)
-        flat = pack(array, half).astype(np.float32)
+        flat = pack(array, "bfloat16" if half else "float32").astype(np.float32)
         assert sorted(flat[flat != 0]) == sorted(array.ravel())
 
 
@@ -403,13 +403,17 @@ def test_a_wrong_shape_or_index_is_an_error_not_a_crash(feed: str, change: np.nd
         )
 
 
-@pytest.mark.parametrize("instructions", ["base", "avx2", "avx512"])
+@pytest.mark.parametrize("instructions", ["base", "avx2", "avx512", "avx512vnni"])
 def test_older_instruction_sets(instructions: str) -> None:
-    """This file, that of the draft levels, and one of bfloat16, once more in a process that may use no newer instructions."""
+    """This file, that of the draft levels, and those of other dtypes, once more in a process that may use no newer instructions."""
     if os.environ.get("V4TREE_CPU"):
         pytest.skip("already in such a process")
-    others = ["test_native_draft.py", *(["test_bfloat16.py"] if instructions == "avx512" else [])]
-    files = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
+    names = ["test_native_int8.py"]
+    if instructions != "avx512vnni":  # which has a product of bytes of its own and nothing else
+        names += [Path(__file__).name, "test_native_draft.py"]
+    if instructions == "avx512":
+        names.append("test_bfloat16.py")
+    files = [str(Path(__file__).with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PAGES = "Entry pages of 256 tokens; default: all sequences at full length."
 MTP = "Take the drafter's mtp.* tensors from this safetensors file."
-DTYPE = "float32; bfloat16 (native operators): linears round their inputs, sums are float32; float16: tensorrt alone."
+DTYPE = "float32; bfloat16, int8 (native operators): linears round to it, the rest is float32; float16: tensorrt alone."
 DRAFT = "float32, bfloat16, int8 (8-bit drafter) or auto: changes what is accepted, never the text."
 SHAPES = "Draft rounds to compile, e.g. s4_k3,s7_k1; default: s1..s7 x k1..k4 (TensorRT: s4_k3,s5_k1)."
 VOCAB = "Tokens that the drafter may propose: N (the N lowest ids) or a JSON file with a list of ids; default: all."

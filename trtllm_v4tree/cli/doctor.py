@@ -13,13 +13,13 @@ from rich.table import Table
 from trtllm_v4tree import native
 
 SUPPORT = (
-    ("target onnxruntime (CPU, float32)", "supported", ""),
+    ("target onnxruntime (CPU; float32, bfloat16, int8)", "supported", ""),
     ("target tensorrt-rtx (RTX GPUs, float32)", "build only", "plans ahead of time; no executor runs them yet"),
-    ("target tensorrt", "refused", "plugins compile, but no plan builder takes them up yet"),
+    ("target tensorrt (NVIDIA GPUs)", "not seen on hardware", "builds where TensorRT and a GPU are"),
     ("speculation none, sN_kK_dD, auto and other policies", "supported", "text is the same as without"),
     ("native CPU operators, weights in bfloat16 where exact", "supported", "--cpu_kernels, the text is the same"),
+    ("8-bit linears, native CPU operators", "supported", "--dtype int8, the text is free of the tree"),
     ("8-bit drafter", "supported", "--draft_dtype int8, the text is the same"),
-    ("8-bit target weights", "refused", "the text would depend on the tree"),
     ("Triton gRPC and HTTP, OpenAI endpoint", "supported", "v4tree serve, CPU engine"),
     ("greedy, temperature, top_k, top_p, min_p, seed", "supported", "keyed by (seed, position)"),
     ("repetition, presence, frequency penalty, min_tokens", "supported", "per path of the tree"),

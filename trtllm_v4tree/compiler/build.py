@@ -36,7 +36,7 @@ from trtllm_v4tree.sizes import EngineSizes
 from trtllm_v4tree.tokenizer import load_tokenizer
 
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16", "int8")
 DRAFT_DTYPES = ("auto", "float32", "bfloat16", "int8")
 CPU_KERNELS = ("auto", "native", "onnxruntime")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -59,9 +59,10 @@ class BuildOptions:
     `cpu_kernels` are the operators of target onnxruntime: the native library, where it was compiled and takes the model's widths, or
     ONNX Runtime's own; auto takes the faster that is there.
 
-    `dtype` bfloat16 (native operators): linears round their inputs to bfloat16 and sum in float32, which is what a GPU does.
+    `dtype` bfloat16 (native operators): linears round their inputs to bfloat16 and sum in float32, which is what a GPU does. With int8
+    (native operators) they round weights and inputs to 8 bits, a scale for each output and for each token, and sum whole numbers.
 
-    `draft_dtype` of the drafter's linears: bfloat16 likewise, int8 rounds weights and inputs; auto is bfloat16 where it can be, else
+    `draft_dtype` of the drafter's linears: bfloat16 and int8 likewise; auto is int8 if `dtype` is, else bfloat16 where it can be, else
     float32. It changes how much is accepted, but no text. Nor does `draft_vocab`, the tokens that may be proposed (text of
     `parse_draft_vocab`), None for all.
 
@@ -121,7 +122,7 @@ class BuildOptions:
             )
         elif self.dtype == "float16":
             raise ConfigError(
-                "target onnxruntime computes in float32 or bfloat16, not float16: build with one of these."
+                "target onnxruntime computes in float32, bfloat16 or int8, not float16: build with one of these."
             )
 
     @property
@@ -144,7 +145,8 @@ class BuildOptions:
         """With the dtype that auto stands for; `bfloat16`: whether linears in it are possible."""
         if self.draft_dtype != "auto" or self.target == "tensorrt":
             return self
-        return dataclasses.replace(self, draft_dtype="bfloat16" if bfloat16 else "float32")
+        best = "int8" if self.dtype == "int8" else "bfloat16" if bfloat16 else "float32"
+        return dataclasses.replace(self, draft_dtype=best)
 
     def _check_integers(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "max_verify_tokens", "prefill_chunk", "num_pages"):
@@ -290,6 +292,8 @@ def check_tokenizer(checkpoint_dir: Path, config: ModelConfig) -> None:
 
 def lowerings(options: BuildOptions, kernels: str, source: Checkpoint) -> tuple[V4TreeOps, V4TreeOps]:
     """Operators of the target step and of the drafter; native ones store weights in bfloat16 where that loses nothing."""
+    if options.dtype == "int8" and kernels != "native":
+        raise ConfigError("dtype int8 needs native operators: build with float32, or with --draft_dtype int8 alone.")
     half = kernels == "native" and source.is_bfloat16_exact
     if not half and "bfloat16" in (options.dtype, options.draft_dtype):
         raise ConfigError(
@@ -297,9 +301,7 @@ def lowerings(options: BuildOptions, kernels: str, source: Checkpoint) -> tuple[
         )
 
     def of(dtype: str) -> V4TreeOps:
-        if dtype == "int8":
-            return OnnxRuntimeOps(int8=True)
-        return NativeOps(half, rounded=dtype == "bfloat16") if kernels == "native" else OnnxRuntimeOps()
+        return NativeOps(half, dtype) if kernels == "native" else OnnxRuntimeOps(int8=dtype == "int8")
 
     return of(options.dtype), of(options.draft_dtype)
 

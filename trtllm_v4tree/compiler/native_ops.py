@@ -54,24 +54,28 @@ def why_not(config: ModelConfig) -> str:
 class NativeOps(V4TreeOps):
     """Emits native operators of the domain v4tree. With `half` linears are stored in bfloat16; the checkpoint must be exact in it.
 
-    With `rounded` linears also read their inputs in bfloat16: products of two bfloat16, summed in float32. Hyper-connections, norms,
-    softmax, pools and routing stay in float32.
+    `dtype` float32, or what linears round their inputs to: with bfloat16 products of two bfloat16, summed in float32; with int8 both
+    factors have 8 bits, a weight a scale for each output, a row of inputs one scale, and sums are whole numbers. Hyper-connections,
+    norms, softmax, pools and routing stay in float32, with int8 the router too.
     """
 
     fused_experts = True
     separate_router = True
     factored_output = True
 
-    def __init__(self, half: bool, rounded: bool = False) -> None:
-        assert half or not rounded, "inputs are rounded for weights in bfloat16 alone"
-        self.half, self.rounded = half, rounded
+    def __init__(self, half: bool, dtype: str = "float32") -> None:
+        assert half or dtype != "bfloat16", "inputs are rounded to bfloat16 for weights in bfloat16 alone"
+        self.stored = "bfloat16" if half else "float32"
+        self.linears = "int8" if dtype == "int8" else self.stored
+        self.rounded = dtype == "bfloat16"
 
-    def _pack(self, op: Op, weight: Value, half: bool | None = None, parts: int = 1) -> Value:
+    def _pack(self, op: Op, weight: Value, stored: str | None = None, parts: int = 1) -> Value:
         """The packed form of a weight [.., I, O], or of `parts` equal pieces of its columns, as an initializer made once."""
         assert isinstance(weight, Weight) and weight.name is not None
-        name, known = f"{weight.name}.packed", op.builder.root.graph.initializers
+        stored = stored or self.linears
+        name, known = f"{weight.name}.{'int8' if stored == 'int8' else 'packed'}", op.builder.root.graph.initializers
         if name not in known:
-            known[name] = packed(weight, name, self.half if half is None else half, parts)
+            known[name] = packed(weight, name, stored, parts)
         return known[name]
 
     def linear(self, op: Op, x: Value, weight: Value) -> Value:
@@ -124,14 +128,14 @@ class NativeOps(V4TreeOps):
         self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains
     ) -> tuple[Value, Value, Value]:
         x, post, comb = op.HyperMix(
-            streams, self._pack(op, fn, half=False), base, norm, streams=gains.streams, iterations=gains.iterations,
+            streams, self._pack(op, fn, "float32"), base, norm, streams=gains.streams, iterations=gains.iterations,
             hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN, _outputs=3,
         )  # fmt: skip
         return x, post, comb
 
     def hyper_head(self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains) -> Value:
         return op.HyperHead(
-            streams, self._pack(op, fn, half=False), base, norm, hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN
+            streams, self._pack(op, fn, "float32"), base, norm, hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN
         )  # fmt: skip
 
     def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value) -> Value:
@@ -142,7 +146,7 @@ class NativeOps(V4TreeOps):
         fc1: Value, fc2: Value, experts: Experts,
     ) -> Value:  # fmt: skip
         weights = [
-            self._pack(op, router),
+            self._pack(op, router, self.stored),
             self._pack(op, shared_in, parts=2),
             self._pack(op, shared_out),
             self._pack(op, fc1, parts=2),
@@ -207,49 +211,75 @@ def _dims(weight: Value) -> list[int]:
     return [int(str(dim)) for dim in weight.shape]
 
 
-def packed(weight: Weight, name: str, half: bool, parts: int) -> Weight:
-    """A weight [.., I, O] as the kernels read it: [.., parts, blocks * 16 * I], padded to whole blocks of columns (half: and pairs of
-    rows); `parts` pieces of the columns are packed apart."""
+_TOGETHER = {"float32": 1, "bfloat16": 2, "int8": 4}
+"""Inputs of a column that lie side by side, by what a weight is stored in."""
+_TYPES = {"float32": ir.DataType.FLOAT, "bfloat16": ir.DataType.BFLOAT16, "int8": ir.DataType.UINT8}
+
+
+def packed(weight: Weight, name: str, stored: str, parts: int) -> Weight:
+    """A weight [.., I, O] as the kernels read it: [.., parts, flat], where flat is the length of what `pack` makes of a piece; `parts`
+    pieces of the columns are packed apart."""
     *outer, inputs, outputs = _dims(weight)
-    rows = inputs + inputs % 2 if half else inputs
-    shape = [*outer, parts, -(-outputs // parts // LANES) * LANES * rows]
-    dtype = ir.DataType.BFLOAT16 if half else ir.DataType.FLOAT
-    result = Weight(shape, _packer(weight.load, name, half, parts), dtype=dtype)
+    together, columns = _TOGETHER[stored], -(-outputs // parts // LANES) * LANES
+    flat = columns * (-(-inputs // together) * together + (4 if stored == "int8" else 0))
+    result = Weight([*outer, parts, flat], _packer(weight.load, name, stored, parts), dtype=_TYPES[stored])
     result.name = name
     return result
 
 
 def _packer(
-    load: Callable[[TensorSource], np.ndarray], name: str, half: bool, parts: int
+    load: Callable[[TensorSource], np.ndarray], name: str, stored: str, parts: int
 ) -> Callable[[TensorSource], np.ndarray]:
     def loader(source: TensorSource) -> np.ndarray:
         array = load(source)
         pieces = np.moveaxis(array.reshape(*array.shape[:-1], parts, -1), -2, -3)
         try:
-            return pack(pieces, half)
+            return pack(pieces, stored)
         except ValueError as error:
             raise CheckpointError(f"{name} {error}: build with --cpu_kernels onnxruntime.") from error
 
     return loader
 
 
-def pack(array: np.ndarray, half: bool) -> np.ndarray:
-    """[.., I, O] -> [.., flat]: panels of 64 columns (the last one narrower), in each [I][blocks][16] or, with `half`, bfloat16
-    [I / 2][blocks][16][2]; zeros behind. One panel at a time, so that nothing but the result is held beside the array.
+def pack(array: np.ndarray, stored: str) -> np.ndarray:
+    """[.., I, O] -> [.., flat]: panels of 64 columns (the last one narrower), in each [I / g][blocks][16][g], where g is 1 for float32, 2
+    for bfloat16 and 4 for int8, in bytes whose zero is 128, behind which is the scale of every column in float32; zeros fill up. One
+    panel at a time, so that nothing but the result is held beside the array.
 
-    Raises ValueError for a value that bfloat16 cannot hold.
+    Raises ValueError for a value that bfloat16 cannot hold, or 8 bits and a scale.
     """
     *outer, inputs, outputs = array.shape
-    rows, width = (2 if half else 1), PANEL * LANES
-    padded_inputs, padded_outputs = inputs + inputs % rows, -(-outputs // LANES) * LANES
-    packed = np.empty((*outer, padded_inputs * padded_outputs), ml_dtypes.bfloat16 if half else np.float32)
+    together, width = _TOGETHER[stored], PANEL * LANES
+    padded_inputs, padded_outputs = -(-inputs // together) * together, -(-outputs // LANES) * LANES
+    scales = column_scales(array, padded_outputs) if stored == "int8" else np.empty((*outer, 0), np.float32)
+    size = padded_inputs * padded_outputs
+    dtype = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "int8": np.uint8}[stored]
+    packed = np.empty((*outer, size + scales.view(np.uint8).shape[-1]), dtype)
     for first in range(0, padded_outputs, width):
         last = min(first + width, padded_outputs)
         panel = np.zeros((*outer, padded_inputs, last - first), packed.dtype)
         part = array[..., first:last]
-        panel[..., :inputs, : part.shape[-1]] = part
-        if half and not np.array_equal(panel[..., :inputs, : part.shape[-1]].astype(np.float32), part):
+        held = part if stored != "int8" else _codes(part, scales[..., first : first + part.shape[-1]])
+        panel[..., :inputs, : part.shape[-1]] = held
+        if stored == "bfloat16" and not np.array_equal(panel[..., :inputs, : part.shape[-1]].astype(np.float32), part):
             raise ValueError("has values that bfloat16 cannot hold")
-        tiled = np.moveaxis(panel.reshape(*outer, -1, rows, (last - first) // LANES, LANES), -3, -1)
+        tiled = np.moveaxis(panel.reshape(*outer, -1, together, (last - first) // LANES, LANES), -3, -1)
         packed[..., first * padded_inputs : last * padded_inputs] = tiled.reshape(*outer, -1)
+    packed[..., size:] = scales.view(np.uint8)
     return packed
+
+
+def column_scales(array: np.ndarray, columns: int) -> np.ndarray:
+    """[.., I, O] -> [.., columns]: the largest magnitude of a column over 127; 0 for columns that are not there."""
+    largest = np.abs(array).max(axis=-2).astype(np.float32)
+    if not np.isfinite(largest).all():
+        raise ValueError("has values that are no finite numbers")
+    scales = np.zeros((*array.shape[:-2], columns), np.float32)
+    scales[..., : array.shape[-1]] = largest / 127
+    return scales
+
+
+def _codes(part: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """A part of the columns in whole steps of their scales, from 1 to 255; 128 is 0."""
+    steps = np.where(scales > 0, scales, 1)[..., None, :]
+    return np.asarray(np.clip(np.rint(part / steps), -127, 127) + 128, np.uint8)

@@ -25,7 +25,7 @@ def library() -> Path | None:
 
 
 def instruction_set() -> str | None:
-    """`avx512`, `avx2` or `base`, as chosen on this machine; None without the library."""
+    """`avx512bf16`, `avx512vnni`, `avx512`, `avx2` or `base`, as chosen on this machine; None without the library."""
     path = library()
     return None if path is None else _instruction_set(path)
 

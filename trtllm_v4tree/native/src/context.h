@@ -131,12 +131,10 @@ struct Rows {
   int64_t stride;
 };
 
-inline int64_t rounded_words(int64_t inputs) { return (inputs + kernels().rounded_per_word - 1) / kernels().rounded_per_word; }
-
-// Nanoseconds of `rows` products with a weight: sums at about 50 per nanosecond, weights from memory at about 60 bytes.
+// Nanoseconds of `rows` products with a weight: sums at about 50 per nanosecond (200 of 8 bits), weights from memory at about 60 bytes.
 inline int64_t linear_cost(int64_t rows, const Packed& w) {
   const int64_t elements = w.inputs * w.blocks * kLanes;
-  return std::max(rows * elements / 50, elements * (w.half ? 2 : 4) / 60);
+  return std::max(rows * elements / (w.form == Form::kByte ? 200 : 50), elements * w.element() / 60);
 }
 
 // Order of indices: larger values first, lower indices first among equals. What is not a number comes before all, so that it is not
@@ -157,13 +155,18 @@ inline float* scratch(std::vector<float>& buffer, int64_t count) {
   return buffer.data();
 }
 
+constexpr int64_t kMaxByteInputs = 1 << 16;  // products of 8 bits, unsigned and signed, whose sum 32 bits hold
+
+// `rounded`: a weight in bfloat16 takes rows that are rounded to it.
 inline Packed packed(const Tensor& w, int64_t inputs, bool rounded = false) {
-  const bool half = w.type == ort::kBfloat16;
-  require(half || w.type == ort::kFloat, "a packed weight is float or bfloat16");
+  const bool half = w.type == ort::kBfloat16, byte = w.type == ort::kUint8;
+  require(half || byte || w.type == ort::kFloat, "a packed weight is float, bfloat16 or uint8");
   require(half || !rounded, "only a bfloat16 weight takes rounded inputs");
-  Packed p{w.data, half, inputs, 0, rounded};
-  require(w.count() % (p.rows() * kLanes) == 0, "a packed weight does not fit its input");
-  p.blocks = w.count() / (p.rows() * kLanes);
+  require(!byte || inputs <= kMaxByteInputs, "a weight of 8 bits has too many inputs");
+  Packed p{w.data, byte ? Form::kByte : rounded ? Form::kRounded : half ? Form::kHalf : Form::kFloat, inputs, 0};
+  const int64_t bytes = w.count() * p.element();
+  require(bytes % p.block_bytes() == 0, "a packed weight does not fit its input");
+  p.blocks = bytes / p.block_bytes();
   return p;
 }
 
@@ -171,9 +174,8 @@ inline Packed packed(const Tensor& w, int64_t inputs, bool rounded = false) {
 inline Packed part_of(const Tensor& stack, int64_t inputs, int64_t count, int64_t e, bool rounded = false) {
   Packed w = packed(stack, inputs, rounded);
   require(w.blocks % count == 0, "a stack of packed weights has the wrong size");
-  const int64_t elements = w.blocks / count * w.rows() * kLanes;
-  w.data = static_cast<char*>(stack.data) + e * elements * (w.half ? 2 : 4);
   w.blocks /= count;
+  w.data = static_cast<char*>(stack.data) + e * w.blocks * w.block_bytes();
   return w;
 }
 

@@ -15,6 +15,9 @@ extern const Kernels table;
 namespace avx512 {
 extern const Kernels table;
 }
+namespace avx512vnni {
+extern const Kernels table;
+}
 #if __GNUC__ >= 10
 namespace avx512bf16 {
 extern const Kernels table;
@@ -24,19 +27,23 @@ extern const Kernels table;
 
 static const Kernels& choose() {
 #if defined(__x86_64__) && !defined(__clang__)  // clang takes no target pragma: the portable body alone
-  const char* cap = std::getenv("V4TREE_CPU");  // "base", "avx2" or "avx512" hold back newer instructions, for tests
-  const bool below_avx2 = cap && std::strcmp(cap, "base") == 0, below_avx512 = below_avx2 || (cap && std::strcmp(cap, "avx2") == 0);
+  // "base", "avx2", "avx512" or "avx512vnni" hold back newer instructions, for tests
+  static const char* const kNames[] = {"base", "avx2", "avx512", "avx512vnni"};
+  const char* cap = std::getenv("V4TREE_CPU");
+  int most = 4;
+  for (int i = 0; i < 4; ++i)
+    if (cap && std::strcmp(cap, kNames[i]) == 0) most = i;
   __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
 #if __GNUC__ >= 10
-  const bool below_bf16 = below_avx512 || (cap && std::strcmp(cap, "avx512") == 0);
-  if (!below_bf16 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl"))
-    return avx512bf16::table;
+  if (most >= 4 && vnni && __builtin_cpu_supports("avx512bf16")) return avx512bf16::table;
 #endif
-  if (!below_avx512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return avx512::table;
-  if (!below_avx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::table;
+  if (most >= 3 && vnni) return avx512vnni::table;
+  if (most >= 2 && avx512) return avx512::table;
+  if (most >= 1 && avx2) return avx2::table;
 #endif
   return base::table;
 }

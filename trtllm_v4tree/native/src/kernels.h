@@ -11,21 +11,34 @@ constexpr int kLanes = 16;  // columns of a packed weight block, rows of an atte
 
 constexpr int kPanel = 4;   // blocks that lie side by side
 
+// What a weight is stored in, and what the rows that it multiplies are.
+enum class Form {
+  kFloat,
+  kHalf,     // bfloat16; rows of floats
+  kRounded,  // bfloat16; rows rounded to bfloat16
+  kByte,     // 8-bit codes, their zero at 128, and a scale for each column; rows of 8-bit codes and a scale for each row
+};
+
 // A weight [inputs, outputs] in blocks of 16 columns, four blocks (the last panel: what is left) side by side, so that a pass over a
-// panel is one stream: float as [panel][inputs][blocks][16], bfloat16 as [panel][inputs / 2][blocks][16][2].
+// panel is one stream: [panel][inputs / g][blocks][16][g], where g is 1 for float, 2 for bfloat16 and 4 for 8 bits, behind which are the
+// scales of the columns.
 struct Packed {
   const void* data;
-  bool half;
+  Form form;
   int64_t inputs, blocks;
-  bool rounded;  // its inputs are rounded to bfloat16: rows come from `Kernels::round`; only with `half`
-  int64_t rows() const { return half ? (inputs + 1) / 2 * 2 : inputs; }
+  int64_t element() const { return form == Form::kFloat ? 4 : form == Form::kByte ? 1 : 2; }  // bytes
+  int64_t together() const { return 4 / element(); }
+  int64_t rows() const { return (inputs + together() - 1) / together() * together(); }
+  // Bytes of a block, with its scales.
+  int64_t block_bytes() const { return (rows() * element() + (form == Form::kByte ? 4 : 0)) * kLanes; }
+  const float* scales() const { return reinterpret_cast<const float*>(static_cast<const char*>(data) + rows() * blocks * kLanes); }
   // Blocks in the panel of this block.
   int64_t wide(int64_t block) const {
     const int64_t left = blocks - block / kPanel * kPanel;
     return left < kPanel ? left : kPanel;
   }
   // Elements from the start to the first element of a block (of the panel's first row, or pair of rows).
-  int64_t offset(int64_t block) const { return (block / kPanel * kPanel * rows() + block % kPanel * (half ? 2 : 1)) * kLanes; }
+  int64_t offset(int64_t block) const { return (block / kPanel * kPanel * rows() + block % kPanel * together()) * kLanes; }
 };
 
 // Rows of attention: keys (= values) by pointer, a group of up to 16 (node, head) rows.
@@ -42,15 +55,17 @@ struct AttentionGroup {
 
 struct Kernels {
   const char* name;
-  // Rows as a linear with `rounded` reads them, without gaps: `rounded_per_word` bfloat16 in each float, or rounded floats.
-  int64_t rounded_per_word;
-  void (*round)(const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out);
-  // y[r, c] = sum_i x[r, i] w[i, c] for the column blocks first..last; y is row-major with row stride ldy and `columns` columns.
+  // Floats that a row of a form takes, and rows as a linear with a weight of the form kRounded or kByte reads them, without gaps.
+  int64_t (*words)(Form form, int64_t inputs);
+  void (*encode)(Form form, const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out);
+  // y[r, c] = sum_i x[r, i] w[i, c], of encoded rows if the form of the weight asks for these, for the column blocks first..last; y is row-major with row stride ldy and `columns` columns.
   void (*linear)(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, int64_t last, float* y,
                  int64_t ldy, int64_t columns);
   void (*attention)(const AttentionGroup& group);
   // scores[k][16] = mask[k][16] + sum_i keys[k][i] query[i][16]
   void (*scores)(const float* const* keys, int64_t num_keys, const float* query, const float* mask, float* scores, int64_t dim);
+  // to[k] += sum_h weights[h] max(scores[k][h], 0)
+  void (*add_weighted)(const float* scores, int64_t num_keys, const float* weights, float* to);
   // c: [m * m][16] logits of up to 16 nodes -> doubly stochastic (row softmax, then column and row sums in turn).
   void (*sinkhorn)(float* c, int64_t m, int64_t iterations, float eps);
   // out[i] = silu(min(gate, limit)) * clip(up, limit) * scale

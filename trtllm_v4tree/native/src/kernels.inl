@@ -92,6 +92,39 @@ V4_INLINE void tile_half(const float* const* x, Panels<uint16_t> w, int64_t inpu
   }
 }
 
+#ifdef V4_BYTE_DOT
+// sum + the products of four unsigned bytes of every lane with the four signed bytes of a word.
+V4_INLINE vi dot_bytes(vi sum, vu w, uint32_t x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)(vu{} + x)); }
+#else
+V4_INLINE vi dot_bytes(vi sum, vu w, uint32_t x) {
+  for (int j = 0; j < 4; ++j) sum += (vi)(w >> 8 * j & 0xff) * static_cast<int8_t>(x >> 8 * j);
+  return sum;
+}
+#endif
+
+// acc[r][c] = the product of a row of `encode_bytes` with a column: sums of whole numbers, times the scales of both.
+template <int R, int A, int C>
+V4_INLINE void tile_bytes(const float* const* x, Panels<uint8_t> w, int64_t inputs, const float* scales, vf (&acc)[R][C]) {
+  vi sum[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) {
+      int32_t zero;
+      __builtin_memcpy(&zero, x[r] + 1, sizeof zero);
+      sum[r][c] = vi{} + zero;
+    }
+  for (int64_t i = 0; i < (inputs + 3) / 4; ++i, advance(w)) {
+    vu four[C];
+    for (int c = 0; c < C; ++c) __builtin_memcpy(&four[c], block_of<A>(w, c, 4 * kLanes), sizeof four[c]);
+    for (int r = 0; r < R; ++r) {
+      uint32_t word;
+      __builtin_memcpy(&word, x[r] + 2 + i, sizeof word);
+      for (int c = 0; c < C; ++c) sum[r][c] = dot_bytes(sum[r][c], four[c], word);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = __builtin_convertvector(sum[r][c], vf) * (x[r][0] * load(scales + c * kLanes));
+}
+
 #ifdef V4_BF16_DOT
 constexpr int64_t kRoundedPerWord = 2;
 
@@ -139,7 +172,7 @@ V4_INLINE void round_words(const float* x, float* out) {
   __builtin_memcpy(out, &words, sizeof words);
 }
 
-static void round(const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out) {
+static void encode_rounded(const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out) {
   constexpr int64_t Step = kRoundedPerWord * kLanes;
   for (int64_t r = 0; r < rows; ++r, x += ldx) {
     int64_t i = 0;
@@ -152,6 +185,56 @@ static void round(const float* x, int64_t ldx, int64_t rows, int64_t inputs, flo
     __builtin_memcpy(out, words, count * sizeof(float));
     out += count;
   }
+}
+
+typedef int8_t vb __attribute__((vector_size(16)));
+
+// The 16 values at x + i, zeros behind the end.
+V4_INLINE vf load_some(const float* x, int64_t i, int64_t count) {
+  if (i + kLanes <= count) return load(x + i);
+  float rest[kLanes] = {};
+  __builtin_memcpy(rest, x + i, (count - i) * sizeof(float));
+  return load(rest);
+}
+
+// A row in 8 bits: its scale (no number, if a value is none or infinite), -128 times the sum of its codes, which makes up for the zero of
+// the weights, and the codes, four to a word.
+static void encode_bytes(const float* x, int64_t inputs, float* out) {
+  vf top = vf{}, wrong = vf{};
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const vf v = load_some(x, i, inputs);
+    top = vmax(top, vmax(v, -v));
+    wrong += v * 0.0f;
+  }
+  float largest = 0;
+  for (int i = 0; i < kLanes; ++i) largest = top[i] > largest ? top[i] : largest;
+  const vf inverse = splat(largest > 1e-30f ? 127.0f / largest : 0.0f);
+  int8_t* codes = reinterpret_cast<int8_t*>(out + 2);
+  vi sum = vi{};
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const vf nearest = (load_some(x, i, inputs) * inverse + 12582912.0f) - 12582912.0f;
+    const vi code = __builtin_convertvector(nearest, vi);
+    const vb bytes = __builtin_convertvector(code, vb);
+    const int64_t left = (inputs - i + 3) / 4 * 4;
+    sum += code;
+    __builtin_memcpy(codes + i, &bytes, left < kLanes ? left : kLanes);
+  }
+  int32_t zero = 0;
+  for (int i = 0; i < kLanes; ++i) zero -= 128 * sum[i];
+  out[0] = largest / 127.0f + total(wrong);
+  __builtin_memcpy(out + 1, &zero, sizeof zero);
+}
+
+static int64_t words(Form form, int64_t inputs) {
+  if (form == Form::kByte) return 2 + (inputs + 3) / 4;
+  return form == Form::kRounded ? (inputs + kRoundedPerWord - 1) / kRoundedPerWord : inputs;
+}
+
+static void encode(Form form, const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out) {
+  if (form == Form::kByte)
+    for (int64_t r = 0; r < rows; ++r) encode_bytes(x + r * ldx, inputs, out + r * words(form, inputs));
+  else
+    encode_rounded(x, ldx, rows, inputs, out);
 }
 
 // What a tile of A blocks from `first` on, and B behind them in the next panel, reads of a weight of `scale` elements for a lane.
@@ -171,9 +254,11 @@ static void linear_tile(const float* x, int64_t ldx, const Packed& w, int64_t fi
   vf acc[R][C];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) acc[r][c] = vf{};
-  if (w.rounded)
+  if (w.form == Form::kByte)
+    tile_bytes<R, A>(rows, panels_of<A, B, uint8_t>(w, first, 4), w.inputs, w.scales() + first * kLanes, acc);
+  else if (w.form == Form::kRounded)
     tile_rounded<R, A>(rows, panels_of<A, B, uint16_t>(w, first, 2), w.inputs, acc);
-  else if (w.half)
+  else if (w.form == Form::kHalf)
     tile_half<R, A>(rows, panels_of<A, B, uint16_t>(w, first, 2), w.inputs, acc);
   else
     tile_float<R, A>(rows, panels_of<A, B, float>(w, first, 1), w.inputs, acc);
@@ -268,6 +353,18 @@ static void scores(const float* const* keys, int64_t num_keys, const float* quer
   int64_t k = 0;
   for (; k + R <= num_keys; k += R) score_tile<R>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
   for (; k < num_keys; ++k) score_tile<1>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
+}
+
+// Halves added until one lane is left: short chains of sums, in one order.
+V4_INLINE float paired_total(vf v) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int step = 8; step > 0; step /= 2) v += __builtin_shuffle(v, lane ^ step);
+  return v[0];
+}
+
+static void add_weighted(const float* scores, int64_t num_keys, const float* weights, float* to) {
+  const vf w = load(weights);
+  for (int64_t k = 0; k < num_keys; ++k) to[k] += paired_total(vmax(vf{}, load(scores + k * kLanes)) * w);
 }
 
 template <int R, int C>
@@ -473,5 +570,5 @@ static int64_t next_above(const float* x, int64_t from, int64_t count, float flo
 }
 
 extern const Kernels table;
-const Kernels table = {V4_NAME, kRoundedPerWord, round, linear,   attention, scores, sinkhorn, swiglu, add, sigmoid, rms_norm, mean_square,
+const Kernels table = {V4_NAME, words, encode, linear, attention, scores, add_weighted, sinkhorn, swiglu, add, sigmoid, rms_norm, mean_square,
                        mix,     pool,     fold,     log_sum_exp, next_above};

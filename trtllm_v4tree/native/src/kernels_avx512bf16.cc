@@ -1,10 +1,11 @@
 #include "kernels.h"
 
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 10  // clang takes no target pragma: the portable body alone
-#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#pragma GCC target("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
 #include <immintrin.h>
 #define V4_NAME "avx512bf16"
 #define V4_BF16_DOT
+#define V4_BYTE_DOT
 namespace v4tree::avx512bf16 {
 constexpr int kTileRegisters = 24;
 #include "kernels.inl"

@@ -5,12 +5,13 @@
 
 namespace v4tree {
 
-// x [rows, inputs] as a linear reads them: rounded into the buffer, or as they are.
-inline Rows rows_of(const float* x, int64_t rows, int64_t inputs, bool rounded, std::vector<float>& buffer) {
-  if (!rounded) return {x, inputs};
-  float* to = scratch(buffer, rows * rounded_words(inputs));
-  kernels().round(x, inputs, rows, inputs, to);
-  return {to, rounded_words(inputs)};
+// x [rows, inputs] as a linear with weights of the form reads them: encoded into the buffer, or as they are.
+inline Rows rows_of(const float* x, int64_t rows, int64_t inputs, Form form, std::vector<float>& buffer) {
+  if (form != Form::kRounded && form != Form::kByte) return {x, inputs};
+  const int64_t words = kernels().words(form, inputs);
+  float* to = scratch(buffer, rows * words);
+  kernels().encode(form, x, inputs, rows, inputs, to);
+  return {to, words};
 }
 
 inline void linear_parallel(const Context& ctx, const Rows& x, int64_t rows, const Packed& w, float* y, int64_t columns) {
@@ -19,4 +20,9 @@ inline void linear_parallel(const Context& ctx, const Rows& x, int64_t rows, con
   });
 }
 
+// The same of rows of floats.
+inline void linear_parallel(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* y, int64_t columns) {
+  thread_local std::vector<float> words;
+  linear_parallel(ctx, rows_of(x, rows, w.inputs, w.form, words), rows, w, y, columns);
+}
 }  // namespace v4tree

@@ -15,7 +15,7 @@ static std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
 }
 
 // x [.., groups * I], packed weight [groups][I, columns / groups], norm [groups * I] or none -> [.., columns]; a group of columns reads
-// its group of inputs; with a norm every row is normed first; `rounded`: inputs are rounded to bfloat16. With a second packed weight
+// its group of inputs; with a norm every row is normed first; `rounded`: a bfloat16 weight takes rounded inputs. With a second packed weight
 // [columns, then] that product of the result: [.., then]
 Linear::Linear(const Attributes& a)
     : columns(a.integer("columns")), groups(a.integer("groups")), then(a.integer("then")), eps(a.real("eps")),
@@ -26,7 +26,6 @@ void Linear::run(const Context& ctx) const {
   const Tensor x = ctx.input(0), weight = ctx.input(1), norm = ctx.input(2), second = ctx.input(3);
   const int64_t inputs = x.dim(-1) / groups, rows = x.count() / x.dim(-1), width = columns / groups;
   require(x.dim(-1) % groups == 0, "the inputs do not divide into the groups");
-  require(!rounded || groups == 1 || inputs % 2 == 0, "rounded groups have an even number of inputs");
   const Packed one = part_of(weight, inputs, groups, 0, rounded);
   const int64_t blocks = one.blocks;
   require(blocks == (width + kLanes - 1) / kLanes, "the packed weight does not fit the output");
@@ -42,15 +41,14 @@ void Linear::run(const Context& ctx) const {
       kernels().rms_norm(x.f32() + r * x.dim(-1), norm.f32(), normed + r * x.dim(-1), x.dim(-1), eps);
     from_rows = normed;
   }
-  const Rows read = rows_of(from_rows, rows, x.dim(-1), rounded, words);
+  const Rows read = rows_of(from_rows, rows * groups, inputs, one.form, words);  // a group is a row of its own
   ctx.split(groups * blocks, groups * linear_cost(rows, one), [&](int64_t first, int64_t last) {
     for (int64_t g = first / blocks; g * blocks < last; ++g) {
       const int64_t from = std::max<int64_t>(first - g * blocks, 0), to = std::min(last - g * blocks, blocks);
-      const float* own = read.data + g * (rounded ? rounded_words(inputs) : inputs);
-      kernels().linear(own, read.stride, rows, part_of(weight, inputs, groups, g, rounded), from, to, y + g * width, columns, width);
+      kernels().linear(read.data + g * read.stride, groups * read.stride, rows, part_of(weight, inputs, groups, g, rounded), from, to, y + g * width, columns, width);
     }
   });
-  if (then) linear_parallel(ctx, rows_of(y, rows, columns, rounded, words), rows, packed(second, columns, rounded), result, then);
+  if (then) linear_parallel(ctx, y, rows, packed(second, columns, rounded), result, then);
 }
 
 HyperMix::HyperMix(const Attributes& a)
@@ -271,16 +269,19 @@ void MixtureOfExperts::run(const Context& ctx) const {
   const Tensor x = ctx.input(0), tokens = ctx.input(1), shared_in = ctx.input(3), fc1 = ctx.input(6), fc2 = ctx.input(7);
   const int64_t dim = x.dim(-1), rows = x.count() / dim, pairs = rows * topk;
   const Packed router = packed(ctx.input(2), dim, rounded), shared_out = packed(ctx.input(4), shared, rounded);
+  const Packed gate = part_of(fc1, dim, 2 * experts, 0, rounded), shared_gate = part_of(shared_in, dim, 2, 0, rounded);
   require(tokens.count() == rows, "there is not one token id per row");
+  require(gate.form == shared_gate.form && gate.form == shared_out.form, "experts are stored in more than one form");
   float* out = ctx.output_f32(0, with_last(x, dim));
-  thread_local std::vector<float> buffer, words, act_words, shared_words;
+  thread_local std::vector<float> buffer, router_words, words, act_words, shared_words;
+  const Rows read = rows_of(x.f32(), rows, dim, gate.form, words);
   const int64_t hidden = Activations::size(pairs, width) + Activations::size(rows, shared);
-  float* logits = scratch(buffer, rows * experts + pairs * 2 * dim + hidden);
-  float *gathered = logits + rows * experts, *sums = gathered + pairs * dim;
+  float* logits = scratch(buffer, rows * experts + pairs * (read.stride + dim) + hidden);
+  float *gathered = logits + rows * experts, *sums = gathered + pairs * read.stride;
   const Activations routed(sums + pairs * dim, pairs, width), common(routed.act + pairs * width, rows, shared);
 
-  const Rows read = rows_of(x.f32(), rows, dim, rounded, words);
-  linear_parallel(ctx, read, rows, router, logits, experts);
+  const Rows routed_by = router.form == gate.form ? read : rows_of(x.f32(), rows, dim, router.form, router_words);
+  linear_parallel(ctx, routed_by, rows, router, logits, experts);
   const Routing r = route_tokens(*this, logits, experts, rows, ctx.input(5), tokens.i64());
   for (int64_t i = 0; i < pairs; ++i) std::copy_n(read.data + r.token[i] * read.stride, read.stride, gathered + i * read.stride);
 
@@ -289,17 +290,17 @@ void MixtureOfExperts::run(const Context& ctx) const {
     for (int64_t e = 0; e < experts; ++e)
       if (const int64_t count = r.start[e + 1] - r.start[e]) body(e, r.start[e], count);
   };
-  const int64_t blocks = part_of(fc1, dim, 2 * experts, 0).blocks, shared_blocks = part_of(shared_in, dim, 2, 0).blocks;
-  const int64_t cost = 2 * (linear_cost(pairs, part_of(fc1, dim, 2 * experts, 0)) + linear_cost(rows, part_of(shared_in, dim, 2, 0)));
+  const int64_t blocks = gate.blocks, cost = 2 * (linear_cost(pairs, gate) + linear_cost(rows, shared_gate));
   ctx.split(blocks, cost, [&](int64_t from, int64_t to) {
-    common.run(read, 0, rows, shared_in, dim, 1, 0, rounded, shared_blocks * from / blocks, shared_blocks * to / blocks, limit, nullptr);
+    const int64_t left = shared_gate.blocks * from / blocks, right = shared_gate.blocks * to / blocks;
+    common.run(read, 0, rows, shared_in, dim, 1, 0, rounded, left, right, limit, nullptr);
     each_expert([&](int64_t e, int64_t first, int64_t count) {
       const Rows own{gathered + first * read.stride, read.stride};
       routed.run(own, first, count, fc1, dim, experts, e, rounded, from, to, limit, r.share.data());
     });
   });
-  const Rows active = rows_of(routed.act, pairs, width, rounded, act_words);
-  const Rows shared_active = rows_of(common.act, rows, shared, rounded, shared_words);
+  const Rows active = rows_of(routed.act, pairs, width, gate.form, act_words);
+  const Rows shared_active = rows_of(common.act, rows, shared, gate.form, shared_words);
   ctx.split(shared_out.blocks, cost / 2, [&](int64_t from, int64_t to) {
     const int64_t left = from * kLanes, right = std::min(dim, to * kLanes);
     kernels().linear(shared_active.data, shared_active.stride, rows, shared_out, from, to, out, dim, dim);
@@ -324,9 +325,9 @@ void TopLogProbs::run(const Context& ctx) const {
 }
 
 void TopLogProbs::best(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* values, int64_t* tokens) const {
-  thread_local std::vector<float> buffer, words;
+  thread_local std::vector<float> buffer;
   float* logits = scratch(buffer, rows * columns);
-  linear_parallel(ctx, rows_of(x, rows, w.inputs, rounded, words), rows, w, logits, columns);
+  linear_parallel(ctx, x, rows, w, logits, columns);
   ctx.split(rows, rows * columns * 2, [&](int64_t first, int64_t last) {
     std::vector<std::pair<float, int64_t>> best(topk);
     for (int64_t r = first; r < last; ++r) {

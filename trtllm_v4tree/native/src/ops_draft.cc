@@ -46,10 +46,10 @@ void DraftEntry::run(const Context& ctx) const {
     require(tokens.i64()[i] >= 0 && tokens.i64()[i] < table.dim(0), "a token id is out of range");
   const HyperMix::Mixed to = next.outputs(ctx, streams, 5, 1);
   float* result = ctx.output_f32(0, {streams.dim(0), streams.dim(1), m, dim});
-  thread_local std::vector<float> buffer, words;
+  thread_local std::vector<float> buffer;
   float* normed = scratch(buffer, rows * dim);
   for (int64_t r = 0; r < rows; ++r) kernels().rms_norm(streams.f32() + r * dim, norm.f32(), normed + r * dim, dim, eps);
-  linear_parallel(ctx, rows_of(normed, rows, dim, rounded, words), rows, w, result, dim);
+  linear_parallel(ctx, normed, rows, w, result, dim);
   const int64_t groups = mix_groups(nodes);
   ctx.parallel(groups, [&](int64_t task) {
     const int64_t first = nodes * task / groups, last = nodes * (task + 1) / groups;

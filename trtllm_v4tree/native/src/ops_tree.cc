@@ -91,7 +91,7 @@ void AttentionInputs::run(const Context& ctx) const {
 void AttentionProject::run(const Context& ctx) const {
   const Tensor x = ctx.input(0), query_weight = ctx.input(9);
   const int64_t batch = x.dim(0), nodes = x.dim(1), dim = x.dim(2), width = inputs.width();
-  thread_local std::vector<float> projected, normed, words;
+  thread_local std::vector<float> projected, normed;
   AttentionInputs::Split s{};
   s.rows = batch * nodes;
   inputs.check(ctx, s, 2, ctx.input(4));
@@ -104,12 +104,12 @@ void AttentionProject::run(const Context& ctx) const {
   if (inputs.index_heads) s.index_weights = ctx.output_f32(4, {batch, nodes, inputs.index_heads});
   if (queries != nullptr) s.q = scratch(normed, s.rows * inputs.q_width);
   float* all = scratch(projected, s.rows * width);
-  linear_parallel(ctx, rows_of(x.f32(), s.rows, dim, rounded, words), s.rows, in_proj, all, width);
+  linear_parallel(ctx, x.f32(), s.rows, in_proj, all, width);
   inputs.split(ctx, all, s);
   if (queries == nullptr) return;
   const Packed query = packed(query_weight, inputs.q_width, rounded);
   require(query.blocks == (query_columns + kLanes - 1) / kLanes, "the packed weight does not fit the output");
-  linear_parallel(ctx, rows_of(s.q, s.rows, inputs.q_width, rounded, words), s.rows, query, queries, query_columns);
+  linear_parallel(ctx, s.q, s.rows, query, queries, query_columns);
 }
 
 void StackLayers::run(const Context& ctx) const {
@@ -162,11 +162,12 @@ namespace {
 // Keys of one sequence: pool rows by table, rows of the pass.
 struct Keys {
   std::vector<const float*> rows;
+  explicit Keys(int64_t count) { rows.reserve(count); }
   void pooled(const Tensor& pool, const Tensor& table, int64_t b, int64_t dim) {
-    for (int64_t i = 0; i < table.dim(1); ++i) {
-      const int64_t row = table.i64()[b * table.dim(1) + i];
-      require(row >= 0 && row < pool.dim(0), "a row of a pool is out of range");
-      rows.push_back(pool.f32() + row * dim);
+    const int64_t count = table.dim(1), *row = table.i64() + b * count;
+    for (int64_t i = 0; i < count; ++i) {
+      require(row[i] >= 0 && row[i] < pool.dim(0), "a row of a pool is out of range");
+      rows.push_back(pool.f32() + row[i] * dim);
     }
   }
   void fresh(const Tensor& values, int64_t b, int64_t dim) {
@@ -200,8 +201,11 @@ void TreeIndexSelect::run(const Context& ctx) const {
   require(query.dim(2) == offset + heads * dim && weights.dim(2) == heads, "the indexer query has the wrong width");
   require(keys == rows.dim(1) + branch.dim(1), "the indexer mask has the wrong width");
   float* out = ctx.output_f32(0, {batch, nodes, keys});
-  std::vector<Keys> sources(batch);
-  for (int64_t b = 0; b < batch; ++b) sources[b].pooled(entries, rows, b, dim), sources[b].fresh(branch, b, dim);
+  std::vector<Keys> sources;
+  for (int64_t b = 0; b < batch; ++b) {
+    sources.emplace_back(keys);
+    sources[b].pooled(entries, rows, b, dim), sources[b].fresh(branch, b, dim);
+  }
   const std::vector<float> no_mask(keys * kLanes, 0.0f);
   ctx.split(batch * nodes, batch * nodes * keys * heads * dim / 30, [&](int64_t first, int64_t last) {
     std::vector<float> q(dim * kLanes), head(dim), score(keys), lanes(keys * kLanes);
@@ -216,9 +220,9 @@ void TreeIndexSelect::run(const Context& ctx) const {
           for (int64_t i = 0; i < dim; ++i) q[i * kLanes + h] = head[i];
         }
         kernels().scores(sources[n / nodes].rows.data(), keys, q.data(), no_mask.data(), lanes.data(), dim);
-        const float* w = weights.f32() + n * heads + h0;
-        for (int64_t k = 0; k < keys; ++k)
-          for (int64_t h = 0; h < count; ++h) score[k] += std::max(lanes[k * kLanes + h], 0.0f) * w[h];
+        float w[kLanes] = {};
+        std::copy_n(weights.f32() + n * heads + h0, count, w);
+        kernels().add_weighted(lanes.data(), keys, w, score.data());
       }
       keep_best(score, mask.f32() + n * keys, keys, topk, out + n * keys);
     }
@@ -249,8 +253,9 @@ void TreeAttention::run(const Context& ctx) const {
   require(near == window_rows.dim(1) + own, "the node mask has the wrong width");
   require(far == (far ? entry_rows.dim(1) + branch.dim(1) : 0), "the entry mask has the wrong width");
   float* out = ctx.output_f32(0, {batch, nodes, heads * dim});
-  std::vector<Keys> sources(batch);
+  std::vector<Keys> sources;
   for (int64_t b = 0; b < batch; ++b) {
+    sources.emplace_back(keys);
     sources[b].pooled(window, window_rows, b, dim);
     for (const Tensor& p : parts) sources[b].fresh(p, b, dim);
     if (far) sources[b].pooled(entries, entry_rows, b, dim), sources[b].fresh(branch, b, dim);
@@ -274,16 +279,21 @@ void TreeAttention::run(const Context& ctx) const {
       }
       seen.clear();
       const int64_t first_node = first / heads, last_node = (first + count - 1) / heads;
+      int64_t node_of[kLanes];
+      for (int64_t r = 0; r < count; ++r) node_of[r] = (first + r) / heads;
       for (int64_t i = 0; i < keys; ++i) {
         const int64_t k = i == 0 || i >= near ? i : i <= nodes ? near - i : i - nodes;
-        const Tensor& part = k < near ? node_mask : entry_mask;
-        const float* column = part.f32() + b * nodes * part.dim(2) + (k < near ? k : k - near);
-        bool any = k == 0;  // key 0 carries the sink
-        for (int64_t n = first_node; n <= last_node; ++n) any |= column[n * part.dim(2)] != kHidden;
+        const int64_t width = k < near ? near : far;
+        const float* column = k < near ? node_mask.f32() + b * nodes * near + k : entry_mask.f32() + b * nodes * far + k - near;
+        bool any = k == 0, all = true;  // key 0 carries the sink
+        for (int64_t n = first_node; n <= last_node; ++n) {
+          any |= column[n * width] != kHidden;
+          all &= column[n * width] == 0.0f;
+        }
         if (!any) continue;
         float* lanes = mask + seen.size() * kLanes;
-        std::fill_n(lanes + count, kLanes - count, 0.0f);
-        for (int64_t r = 0; r < count; ++r) lanes[r] = column[(first + r) / heads * part.dim(2)];
+        std::fill_n(lanes, kLanes, 0.0f);
+        for (int64_t r = 0; !all && r < count; ++r) lanes[r] = column[node_of[r] * width];
         seen.push_back(sources[b].rows[k]);
       }
       kernels().attention({seen.data(), static_cast<int64_t>(seen.size()), q, mask, sinks, scores, o, dim, count});

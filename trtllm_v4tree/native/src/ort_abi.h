@@ -27,7 +27,7 @@ namespace ort {
 constexpr uint32_t kApiVersion = 24;
 constexpr uint32_t kOpVersion = 16;  // the newest fields of OrtCustomOp that are read here
 constexpr int kInvalidArgument = 2;
-constexpr int kAnyType = 0, kFloat = 1, kInt64 = 7, kBfloat16 = 16;
+constexpr int kAnyType = 0, kFloat = 1, kUint8 = 2, kInt64 = 7, kBfloat16 = 16;
 constexpr int kRequired = 0, kOptional = 1, kVariadic = 2;
 
 enum Entry {

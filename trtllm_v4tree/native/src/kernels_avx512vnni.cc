@@ -1,0 +1,12 @@
+#include "kernels.h"
+
+#if defined(__x86_64__) && !defined(__clang__)  // clang takes no target pragma: the portable body alone
+#pragma GCC target("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
+#include <immintrin.h>
+#define V4_NAME "avx512vnni"
+#define V4_BYTE_DOT
+namespace v4tree::avx512vnni {
+constexpr int kTileRegisters = 24;
+#include "kernels.inl"
+}  // namespace v4tree::avx512vnni
+#endif
