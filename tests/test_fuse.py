@@ -37,6 +37,7 @@ def test_the_target_step_is_the_same_to_the_bit(name: str, tmp_path: Path) -> No
     assert counts(fused)["AttentionProject"] == layers
     assert counts(fused)["HyperPostMix"] == 2 * layers - 1
     assert not counts(fused)["AttentionInputs"] and counts(fused)["PackedLinear"] == layers + 1
+    assert counts(plain)["Add"] and not counts(fused)["Add"], "a layer adds where its rows begin by itself"
     assert counts(fused).total() < 0.7 * counts(plain).total()
     wanted, got = run(plain, checkpoint, tmp_path / "plain", feeds), run(fused, checkpoint, tmp_path / "fused", feeds)
     assert wanted.keys() == got.keys()

@@ -15,6 +15,13 @@ from trtllm_v4tree.network.ops import DOMAIN
 
 MAX_PARTS = 8
 """Tensors that the rows of an attention's nodes may lie in."""
+OFFSETS = {
+    ("TreeAttention", 2): "window_offset",
+    ("TreeAttention", 6): "entry_offset",
+    ("TreeIndexSelect", 3): "entry_offset",
+    ("TreePool", 1): "slot_offset",
+}
+"""Inputs that hold rows or slots, and the attribute that is added to them: where a layer's part of a pool begins."""
 
 
 def fuse(model: ir.Model) -> None:
@@ -36,6 +43,8 @@ def fuse(model: ir.Model) -> None:
     for node in list(graph):
         if node.op_type == "Reshape":
             _fuse_stack(graph, node)
+        elif node.op_type == "Add":
+            _fuse_offset(node)
     graph.sort()
     RemoveUnusedNodesPass()(model)
 
@@ -141,6 +150,22 @@ def _fuse_stack(graph: ir.Graph, node: ir.Node) -> None:
         return
     layers = [ir.AttrInt64("layers", len(joined.inputs))]
     _replace(graph, _node("StackLayers", joined.inputs, layers, 1), [node.outputs[0]], [joined, node])
+
+
+def _fuse_offset(node: ir.Node) -> None:
+    """A constant added to rows that only operators with an offset read."""
+    rows, constant = node.inputs
+    offset = constant.const_value if constant is not None else None
+    uses = list(node.outputs[0].uses())
+    if rows is None or offset is None or offset.size != 1 or node.outputs[0].is_graph_output():
+        return
+    if not all(use.node.domain == DOMAIN and (use.node.op_type, use.idx) in OFFSETS for use in uses):
+        return
+    for user, index in uses:
+        name = OFFSETS[user.op_type, index]
+        before = user.attributes[name].as_int()
+        user.attributes[name] = ir.AttrInt64(name, before + int(offset.numpy().item()))
+        user.replace_input_with(index, rows)
 
 
 def _is(node: ir.Node | None, op_type: str) -> bool:

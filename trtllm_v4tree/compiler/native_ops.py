@@ -179,7 +179,7 @@ class NativeOps(V4TreeOps):
     def pool(
         self, op: Op, state: Value, slots: Value, raw: Value, table: Value, norm: Value, rope: Rope, dim: int, rope_dim: int, eps: float
     ) -> Value:  # fmt: skip
-        return op.TreePool(state, slots, raw, table, norm, rope.cos, rope.sin, eps=eps, _domain=DOMAIN)
+        return op.TreePool(state, slots, raw, table, norm, rope.cos, rope.sin, eps=eps, slot_offset=0, _domain=DOMAIN)
 
     def index_select(
         self, op: Op, rows: NodeRows, entries: Value, entry_rows: Value, branch: Value, mask: Value, rope: Rope, topk: int,
@@ -187,7 +187,7 @@ class NativeOps(V4TreeOps):
     ) -> Value:  # fmt: skip
         return op.TreeIndexSelect(
             rows.queries, rows.index_weights, entries, entry_rows, branch, mask, rope.cos, rope.sin,
-            heads=dims.index_heads, topk=topk, offset=dims.query_width, _domain=DOMAIN,
+            heads=dims.index_heads, topk=topk, offset=dims.query_width, entry_offset=0, _domain=DOMAIN,
         )  # fmt: skip
 
     def attend(
@@ -196,7 +196,7 @@ class NativeOps(V4TreeOps):
         return op.TreeAttention(
             rows.queries, keys.window, keys.window_rows, keys.nodes, keys.node_mask, keys.entries, keys.entry_rows,
             keys.branch, keys.entry_mask, sink, rope.cos, rope.sin,
-            heads=dims.heads, scale=float(dims.head_dim**-0.5), eps=dims.eps, _domain=DOMAIN,
+            heads=dims.heads, scale=float(dims.head_dim**-0.5), eps=dims.eps, window_offset=0, entry_offset=0, _domain=DOMAIN,
         )  # fmt: skip
 
     def put_rows(self, op: Op, state: Value, scratch: Value, source: Value, target: Value, layers: int) -> Value:

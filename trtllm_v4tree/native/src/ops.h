@@ -189,6 +189,7 @@ struct TreePool {
   explicit TreePool(const Attributes& a);
   void run(const Context& ctx) const;
   float eps;
+  int64_t slot_offset;  // added to every slot
 };
 
 // The commit: state -> state, in place where a caller bound both to one buffer.
@@ -210,7 +211,7 @@ struct TreeIndexSelect {
   static constexpr const char *kName = "TreeIndexSelect", *kInputs = "fffiffff", *kOutputs = "f";
   explicit TreeIndexSelect(const Attributes& a);
   void run(const Context& ctx) const;
-  int64_t heads, topk, offset;
+  int64_t heads, topk, offset, entry_offset;  // the last is added to every row of entries
 };
 
 struct TreeAttention {
@@ -218,7 +219,7 @@ struct TreeAttention {
   static constexpr size_t kMoreParts = 7;
   explicit TreeAttention(const Attributes& a);
   void run(const Context& ctx) const;
-  int64_t heads;
+  int64_t heads, window_offset, entry_offset;  // added to every row of the window, of entries
   float scale, eps;
 };
 

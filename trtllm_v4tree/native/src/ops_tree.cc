@@ -126,7 +126,7 @@ void StackLayers::run(const Context& ctx) const {
 
 // state [slots, S, 2 dim], slots [B], raw [B, N, halves * 2 dim], table [B, M, T] (S states, one null row, then raw rows; a part per half,
 // each from the oldest row on), norm [dim], cos, sin [B, M, rope / 2] -> entries [B, M, dim]
-TreePool::TreePool(const Attributes& a) : eps(a.real("eps")) {}
+TreePool::TreePool(const Attributes& a) : eps(a.real("eps")), slot_offset(a.integer("slot_offset")) {}
 void TreePool::run(const Context& ctx) const {
   const Tensor state = ctx.input(0), slots = ctx.input(1), raw = ctx.input(2), table = ctx.input(3), norm = ctx.input(4);
   const Tensor cos = ctx.input(5), sin = ctx.input(6);
@@ -137,7 +137,7 @@ void TreePool::run(const Context& ctx) const {
   float* out = ctx.output_f32(0, {batch, entries, dim});
   std::vector<const float*> picked(width);
   for (int64_t e = 0; e < batch * entries; ++e) {
-    const int64_t b = e / entries, slot = slots.i64()[b];
+    const int64_t b = e / entries, slot = slots.i64()[b] + slot_offset;
     require(slot >= 0 && slot < state.dim(0), "a slot is out of range");
     int64_t count = 0, first = 0;
     for (int64_t i = 0; i < width; ++i) {
@@ -163,11 +163,12 @@ namespace {
 struct Keys {
   std::vector<const float*> rows;
   explicit Keys(int64_t count) { rows.reserve(count); }
-  void pooled(const Tensor& pool, const Tensor& table, int64_t b, int64_t dim) {
-    const int64_t count = table.dim(1), *row = table.i64() + b * count;
+  void pooled(const Tensor& pool, const Tensor& table, int64_t offset, int64_t b, int64_t dim) {
+    const int64_t count = table.dim(1), *own = table.i64() + b * count;
     for (int64_t i = 0; i < count; ++i) {
-      require(row[i] >= 0 && row[i] < pool.dim(0), "a row of a pool is out of range");
-      rows.push_back(pool.f32() + row[i] * dim);
+      const int64_t row = own[i] + offset;
+      require(row >= 0 && row < pool.dim(0), "a row of a pool is out of range");
+      rows.push_back(pool.f32() + row * dim);
     }
   }
   void fresh(const Tensor& values, int64_t b, int64_t dim) {
@@ -178,7 +179,7 @@ struct Keys {
 }  // namespace
 
 TreeIndexSelect::TreeIndexSelect(const Attributes& a)
-    : heads(a.integer("heads")), topk(a.integer("topk")), offset(a.integer("offset")) {}
+    : heads(a.integer("heads")), topk(a.integer("topk")), offset(a.integer("offset")), entry_offset(a.integer("entry_offset")) {}
 
 // Keeps the k best scores of a row among the visible entries (lower index first among equals), hides the others.
 static void keep_best(const std::vector<float>& score, const float* mask, int64_t keys, int64_t topk, float* out) {
@@ -204,7 +205,7 @@ void TreeIndexSelect::run(const Context& ctx) const {
   std::vector<Keys> sources;
   for (int64_t b = 0; b < batch; ++b) {
     sources.emplace_back(keys);
-    sources[b].pooled(entries, rows, b, dim), sources[b].fresh(branch, b, dim);
+    sources[b].pooled(entries, rows, entry_offset, b, dim), sources[b].fresh(branch, b, dim);
   }
   const std::vector<float> no_mask(keys * kLanes, 0.0f);
   ctx.split(batch * nodes, batch * nodes * keys * heads * dim / 30, [&](int64_t first, int64_t last) {
@@ -229,7 +230,9 @@ void TreeIndexSelect::run(const Context& ctx) const {
   });
 }
 
-TreeAttention::TreeAttention(const Attributes& a) : heads(a.integer("heads")), scale(a.real("scale")), eps(a.real("eps")) {}
+TreeAttention::TreeAttention(const Attributes& a)
+    : heads(a.integer("heads")), window_offset(a.integer("window_offset")), entry_offset(a.integer("entry_offset")),
+      scale(a.real("scale")), eps(a.real("eps")) {}
 
 // Shared-KV attention of queries [B, N, >= H * d] (normed per head and rotated here) over [sink | held window rows, newest first | nodes |
 // entries | branch], the nodes perhaps in more parts, [B, ., d] each, with the sink added to key 0, rotated back: [B, N, H * d]. Sums run over the sink, the window from the newest position
@@ -256,9 +259,9 @@ void TreeAttention::run(const Context& ctx) const {
   std::vector<Keys> sources;
   for (int64_t b = 0; b < batch; ++b) {
     sources.emplace_back(keys);
-    sources[b].pooled(window, window_rows, b, dim);
+    sources[b].pooled(window, window_rows, window_offset, b, dim);
     for (const Tensor& p : parts) sources[b].fresh(p, b, dim);
-    if (far) sources[b].pooled(entries, entry_rows, b, dim), sources[b].fresh(branch, b, dim);
+    if (far) sources[b].pooled(entries, entry_rows, entry_offset, b, dim), sources[b].fresh(branch, b, dim);
   }
   const int64_t groups = (rows + kLanes - 1) / kLanes;
   ctx.split(batch * groups, batch * groups * keys * dim, [&](int64_t from, int64_t to) {
