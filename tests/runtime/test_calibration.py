@@ -1,4 +1,4 @@
-"""Calibration against known chances, acceptance rates against counts, costs against a machine that differs from its table."""
+"""Calibration against known chances, accepted lengths against counts, costs against a machine that differs from its table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from scipy.optimize import minimize
 
 from trtllm_v4tree.errors import EngineFormatError
 from trtllm_v4tree.runtime import calibration as module
-from trtllm_v4tree.runtime.acceptance import Acceptance
 from trtllm_v4tree.runtime.calibration import Calibration, CandidateShape, features, fit, logit
-from trtllm_v4tree.runtime.costs import Costs, bucket
+from trtllm_v4tree.runtime.costs import PLAIN, Arm, Costs, bucket
 from trtllm_v4tree.runtime.latency import LatencyTable
-from trtllm_v4tree.runtime.policies.rules import path_scores
+from trtllm_v4tree.runtime.policies.lengths import Lengths
+from trtllm_v4tree.runtime.policies.rules import node_chances, path_scores
 from trtllm_v4tree.runtime.tree import select_nodes
 
 from .test_policy_rules import random_round
@@ -91,43 +91,59 @@ def test_calibrated_selection_is_closed_under_ancestors() -> None:
         assert min(chosen.parents[0]) >= -1 and len(set(chosen.candidates[0])) == budget
 
 
-# ---------------------------------------------------------------- acceptance
+# ---------------------------------------------------------------- lengths
+
+NESTED = ((1, 1), (3, 1), (2, 2), (4, 2))
 
 
-def feed(acceptance: Acceptance, shape: CandidateShape, rates: np.ndarray, rounds: int, batch: int = 2) -> None:
-    """Rounds in which every candidate's parent is reached with the product of first-child rates."""
-    above = np.concatenate([[1.0], np.cumprod(rates[:, 0])])
-    reached = np.tile(above[shape.depth - 1], (batch, 1))
+def looked(rounds: int, shape: tuple[int, int], chance: float) -> Lengths:
+    """After looks at rounds in which every candidate is accepted with a share of the drafter's probability."""
+    lengths, rng = Lengths(NESTED, 6), np.random.default_rng(4)
     for _ in range(rounds):
-        acceptance.add(shape, reached, reached * rates[shape.depth - 1, shape.rank])
+        drafted = random_round(rng, shape, batch=4)
+        lengths.look(drafted, np.exp(drafted.scores) * chance, shape)
+    return lengths
 
 
-def test_rates_are_learnt_and_deeper_levels_follow_from_what_is_known() -> None:
-    acceptance, rates = Acceptance(4, 2), np.array([[0.7, 0.15], [0.5, 0.1]])
-    feed(acceptance, CandidateShape.of(2, 2), rates, 400)
-    got = acceptance.rates()
-    np.testing.assert_allclose(got[:2], rates, atol=0.03)
-    np.testing.assert_allclose(got[2], 0.95 * got[1], atol=0.03)
-    assert (np.diff(got[:, 0]) < 0).all()
+def test_a_look_tells_of_every_smaller_draft_round() -> None:
+    """Against trees selected node by node from what each smaller round would have drafted."""
+    rng, shape = np.random.default_rng(5), (4, 2)
+    drafted = random_round(rng, shape, batch=3)
+    p = np.exp(drafted.scores) * rng.random(drafted.scores.shape)
+    places, chances = CandidateShape.of(*shape), node_chances(drafted, p, shape, NESTED, 6)
+    for row, (steps, topk) in zip(chances, NESTED, strict=True):
+        expected = np.zeros(6)
+        expected[0] = 1.0
+        for b, up in enumerate(drafted.parents.tolist()):
+            inside = []
+            for c, parent in enumerate(up):
+                here = places.depth[c] <= steps and places.rank[c] < topk
+                inside.append(bool(here and (parent < 0 or inside[parent])))
+            best = sorted((c for c in range(len(up)) if inside[c]), key=lambda c: -drafted.scores[b, c])[:5]
+            for place, c in enumerate(best, 1):
+                expected[place] += p[b, c] / 3
+        np.testing.assert_allclose(row, expected)
 
 
-def test_a_level_not_drafted_moves_with_the_level_above() -> None:
-    """The drafter's fall over depth is remembered, the text's level is not."""
-    acceptance, rates = Acceptance(3, 1), np.array([[0.8], [0.6], [0.45]])
-    feed(acceptance, CandidateShape.of(3, 1), rates, 500)
-    feed(acceptance, CandidateShape.of(1, 1), 0.5 * rates, 200)
-    got = acceptance.rates()[:, 0]
-    assert got[0] == pytest.approx(0.4, abs=0.02)
-    assert got[1] < 0.45 and got[2] < 0.3
+def test_lengths_follow_the_looks_and_draft_rounds_not_looked_at_move_along() -> None:
+    usual, good, bad = Lengths(NESTED, 6).curves(), looked(60, (2, 2), 0.95).curves(), looked(60, (2, 2), 0.3).curves()
+    assert (bad[:, 1:][usual[:, 1:] > 0] < good[:, 1:][usual[:, 1:] > 0]).all()
+    assert bad[3, 4] < 0.8 * usual[3, 4]
+    assert (usual[0, 2:] == 0).all() and usual[0, 1] == pytest.approx(1.6)
 
 
-def test_new_sequences_bring_the_usual_text_back_to_mind() -> None:
-    acceptance, rates = Acceptance(1, 1), np.array([[0.8]])
-    feed(acceptance, CandidateShape.of(1, 1), rates, 1500)
-    feed(acceptance, CandidateShape.of(1, 1), 0.5 * rates, 120)
-    changed = acceptance.rates()[0, 0]
-    acceptance.forget(1.0)
-    assert changed < 0.47 < 0.65 < acceptance.rates()[0, 0]
+def test_what_is_accepted_corrects_all_arms_lately_and_one_arm_for_long() -> None:
+    lengths, arm = looked(60, (4, 2), 0.9), Arm((4, 2), 5)
+    before = lengths.curves()
+    for _ in range(400):
+        lengths.see(arm, 2, 4)
+    after = lengths.curves()
+    assert after[3, 4] == pytest.approx(1.5, abs=0.05)
+    assert after[1, 3] < before[1, 3]
+    lengths.forget(1.0)
+    forgotten = lengths.curves()
+    assert forgotten[1, 3] == pytest.approx(before[1, 3])
+    assert forgotten[3, 4] < before[3, 4]
 
 
 # ---------------------------------------------------------------- costs
@@ -163,29 +179,37 @@ def test_table_round_trip_and_damage(tmp_path) -> None:  # type: ignore[no-untyp
 
 
 def test_costs_follow_the_machine() -> None:
-    """Verifying takes twice what the table says, one draft shape thrice; a hiccup of the machine is not believed."""
-    rng, costs = np.random.default_rng(0), Costs(table())
-    assert costs.verify_ms(4, 8)[5] == table().target_ms(4, 6)
-    for number in range(80):
-        noise = rng.normal(1, 0.05, 3) * (50 if number == 70 else 1)
-        ms = {"draft": 3 * 0.8 * noise[0], "verify": 2 * table().target_ms(4, 6) * noise[1], "rest": 0.9 * noise[2]}
-        costs.saw_round(4, (1, 1), 6, ms)
-        costs.saw_plain(4, 5.0 * noise[0])
-    np.testing.assert_allclose(costs.verify_ms(4, 8)[1:], 2 * table().target_curve(4, 8)[1:], rtol=0.08)
-    assert costs.verify_ms(4, 8)[0] == pytest.approx(2.0 * 5.0 / 2.3, rel=0.08)
-    assert costs.draft_ms((1, 1), 4) == pytest.approx(2.4, rel=0.08)
-    assert costs.draft_ms((3, 1), 4) == pytest.approx(7.2, rel=0.08)
-    assert costs.rest_ms(4) == pytest.approx(0.9, rel=0.08)
-    assert costs.plain_ms(4) == pytest.approx(5.0, rel=0.08)
-    assert costs.known(3, drafting=True) and not costs.known(1, drafting=True)
+    """Drafting takes twice what the table says, one draft round more; the machine's speed drifts, and hiccups are not believed."""
+    rng, costs, arms = np.random.default_rng(0), Costs(table(), ((1, 1), (3, 1)), 8), (Arm((1, 1), 2), Arm((3, 1), 4))
+
+    def truth(arm: Arm) -> float:
+        assert arm.shape is not None
+        factor = 2.0 if arm.shape == (1, 1) else 2.6
+        return factor * (table().draft_ms(*arm.shape, 4) + table().target_ms(4, arm.nodes) + 0.3)
+
+    for number in range(160):
+        speed = 1 + 0.5 * np.sin(number / 25)
+        for arm, ms in [(PLAIN, 2.3), (PLAIN, 2.3), (PLAIN, 2.3), *((arm, truth(arm)) for arm in arms)]:
+            hiccup = 20 if number == 100 else 1
+            costs.saw(4, arm, ms * speed * rng.normal(1, 0.03) * hiccup, 5)
+        costs.age()
+    rounds = costs.rounds_ms(4) / costs.plain_ms(4)
+    assert rounds[0, 1] == pytest.approx(truth(arms[0]) / 2.3, rel=0.1)
+    assert rounds[1, 3] == pytest.approx(truth(arms[1]) / 2.3, rel=0.1)
+    other = costs.rounds_ms(1) / costs.plain_ms(1)
+    assert other[0, 1] == pytest.approx((0.2 + 1.1 + 0.1) / 1.1)
 
 
-def test_what_the_drafter_has_not_read_costs_by_the_row() -> None:
-    costs = Costs(table())
-    for rows in (16, 30, 60, 100):
-        costs.saw_backlog(4, rows, 0.05 * rows * 4)
-    assert costs.backlog_ms(4, 128) == pytest.approx(0.05 * 128 * 4)
-    assert costs.backlog_ms(1, 128) == pytest.approx(0.05 * 128)
+def test_a_machine_that_slows_down_does_not_change_what_arms_cost_each_other() -> None:
+    costs, arm = Costs(table(), ((1, 1), (3, 1)), 8), Arm((3, 1), 4)
+    for speed in [1.0] * 20 + [3.0] * 20:
+        costs.saw(1, PLAIN, 1.1 * speed, 32)
+        before = costs.rounds_ms(1)[1, 3] / costs.plain_ms(1)
+    assert before == pytest.approx(2.0 / 1.1)
+    assert costs.plain_ms(1) == pytest.approx(3.3, rel=0.01)
+    doubts = costs.doubts(1)[1, 3]
+    costs.saw(1, arm, 2.0 * 3.0, 8)
+    assert costs.doubts(1)[1, 3] < doubts
 
 
 def test_batches_share_buckets() -> None:

@@ -78,24 +78,6 @@ def test_best_first_takes_the_subtree_with_the_most_tokens_per_millisecond(shape
     assert rate(tuple(c for c in picked if c >= 0)) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("shape", TINY)
-@pytest.mark.parametrize("seed", range(12))
-def test_nodes_are_verified_as_far_as_they_are_worth_it(shape: Shape, seed: int) -> None:
-    """Two sequences in one pass, which costs what the wider of their trees costs."""
-    rng = np.random.default_rng(seed)
-    drafted = random_round(rng, shape, batch=2)
-    p, verify, rate = np.exp(drafted.scores), costs(rng, candidates_of(shape) + 1), rng.random() * 2
-    found = rules.worth_verifying(rules.expected_tokens(p, 64), verify, rate)
-
-    def surplus(trees: tuple[tuple[int, ...], ...]) -> float:
-        tokens = sum(1 + p[b, list(tree)].sum() for b, tree in enumerate(trees))
-        return float(tokens - rate * verify[max(map(len, trees))])
-
-    best = max(map(surplus, itertools.product(*(subtrees(up.tolist()) for up in drafted.parents))))
-    chosen = select_nodes(drafted.scores, drafted.parents, drafted.tokens, np.full(2, found), [0, 0]).candidates
-    assert surplus(tuple(tuple(c for c in row if c >= 0) for row in chosen)) == pytest.approx(best)
-
-
 @pytest.mark.parametrize("shape", [(2, 1), (1, 3), (3, 1)])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_shared_budget_goes_to_the_best_nodes_of_all_sequences(shape: Shape, seed: int) -> None:

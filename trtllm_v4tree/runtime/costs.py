@@ -1,13 +1,16 @@
 """What a round costs on this machine, now: the engine's latency table, corrected by the rounds that were run.
 
-The table was measured when the engine was built, with another load, perhaps with other threads. Of every part of a round the running
-mean of measured over predicted time is kept, by batch size and draft shape where there are enough rounds, else over all of them.
+The table was measured when the engine was built, with another load, perhaps with other threads. What matters is how the ways to run a
+round compare, so they are compared where they meet: the arm in use sets the level of the machine, which moves within seconds, and rounds
+of another arm between its rounds say by how much the table is wrong about the two. Errors are kept as logarithms, one for drafting at
+all, one for each draft round and one for each number of nodes, each with its own doubt (a Kalman filter with independent parts).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,96 +18,120 @@ from numpy.typing import NDArray
 from trtllm_v4tree.runtime.latency import LatencyTable
 
 Floats = NDArray[np.float64]
-Key = tuple[object, ...]
-_MEMORY, _ENOUGH = 48, 3
-_WILD, _SLACK = 3.0, 1.3
-_ROW_MS = 0.01
+_FOLLOWS, _SETTLED = 0.5, 2
+_NOISE, _ROUND_NOISE, _WILD = 0.01, 0.04, 3.0
+_DRAFTING, _PART = 0.25, 0.002
+_DRIFT = 1 / 64
 
 
-class _Scale:
-    """Running mean of the log of measured over predicted; single rounds count at most `_WILD` times the mean so far."""
+class Arm(NamedTuple):
+    """A way to run a round: the draft round (steps and topk), None for plain decoding, and the nodes that each sequence verifies."""
 
-    def __init__(self) -> None:
-        self.log, self.count = 0.0, 0
+    shape: tuple[int, int] | None
+    nodes: int
 
-    def add(self, ratio: float) -> None:
-        value = math.log(min(max(ratio, 0.02), 50.0))
-        if self.count >= _ENOUGH:
-            value = min(max(value, self.log - math.log(_WILD)), self.log + math.log(_WILD))
-        self.count += 1
-        self.log += (value - self.log) / min(self.count, _MEMORY)
 
-    def cap(self, ratio: float) -> None:
-        """The mean is hardly more than this; without a mean it says nothing."""
-        if self.count:
-            self.log = min(self.log, math.log(_SLACK * max(ratio, 0.02)))
+PLAIN = Arm(None, 1)
 
 
 class Costs:
-    """Milliseconds of each part of a round; `plain_*`, `round_*` record what a round took."""
+    """Milliseconds of whole rounds by arm; `saw` records what some took. Arrays are [draft round, nodes - 1]."""
 
-    def __init__(self, table: LatencyTable) -> None:
-        self.table = table
-        self._scales: dict[Key, _Scale] = {}
+    def __init__(self, table: LatencyTable, shapes: Sequence[tuple[int, int]], max_nodes: int) -> None:
+        self.table, self.shapes, self.max_nodes = table, tuple(shapes), max_nodes
+        self._place = {shape: index for index, shape in enumerate(self.shapes)}
+        self._prior = [_DRAFTING, *[_PART] * (len(self.shapes) + max_nodes)]
+        self._buckets: dict[int, _Bucket] = {}
+        self._tables: dict[int, Floats] = {}
 
     def plain_ms(self, batch: int) -> float:
-        """One plain step, host work included."""
-        return (self.table.target_ms(batch, 1) + self.table.overhead_ms(batch)) * self._scale("plain", batch)
+        return self._table_ms(batch, PLAIN) * math.exp(self._bucket(batch).level)
 
-    def draft_ms(self, shape: tuple[int, int], batch: int) -> float:
-        return self.table.draft_ms(*shape, batch) * self._scale("draft", batch, shape)
+    def rounds_ms(self, batch: int) -> Floats:
+        """Of every round that drafts: [S, N]."""
+        bucket, count = self._bucket(batch), len(self.shapes) + 1
+        error = np.array(bucket.errors)
+        return self._table(batch) * np.exp(bucket.level + error[0] + error[1:count, None] + error[None, count:])
 
-    def verify_ms(self, batch: int, max_nodes: int) -> Floats:
-        """Of passes over 1, 2, .. nodes per sequence: [max_nodes]. A pass over roots alone is a plain step."""
-        curve = self.table.target_curve(batch, max_nodes) * self._scale("verify", batch)
-        curve[0] = self.table.target_ms(batch, 1) * self._scale("plain", batch)
-        return curve
+    def doubts(self, batch: int) -> Floats:
+        """Standard deviations of the logarithms of `rounds_ms`, against each other: [S, N]."""
+        variance, count = np.array(self._bucket(batch).variances), len(self.shapes) + 1
+        return np.sqrt(variance[1:count, None] + variance[None, count:])
 
-    def rest_ms(self, batch: int) -> float:
-        """Accept, commit and host work of a round that drafts."""
-        return self.table.overhead_ms(batch) * self._scale("rest", batch)
+    def saw(self, batch: int, arm: Arm, ms: float, rounds: int) -> None:
+        """A stretch of rounds of an arm, each of which took so long."""
+        log_ratio = math.log(max(ms, 1e-6) / self._table_ms(batch, arm))
+        self._bucket(batch).saw(arm, self._parts(arm), log_ratio, _NOISE + _ROUND_NOISE / rounds)
 
-    def backlog_ms(self, batch: int, rows: int) -> float:
-        """What a draft round takes longer where the drafter has not read `rows` rows of each sequence."""
-        return _ROW_MS * rows * batch * self._scale("backlog", batch)
+    def age(self) -> None:
+        """Time has passed: what was measured may have changed."""
+        for bucket in self._buckets.values():
+            pairs = zip(bucket.variances, self._prior, strict=True)
+            bucket.variances = [min(variance + _DRIFT * prior, prior) for variance, prior in pairs]
 
-    def saw_backlog(self, batch: int, rows: int, ms: float) -> None:
-        self._add(False, ms / (_ROW_MS * rows * batch), "backlog", batch)
+    def _bucket(self, batch: int) -> _Bucket:
+        key = bucket(batch)
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket([0.0] * len(self._prior), list(self._prior))
+        return self._buckets[key]
 
-    def saw_plain(self, batch: int, ms: float, at_most: bool = False) -> None:
-        """A plain step; `at_most`: the next ones take no longer, and perhaps less."""
-        ratio = ms / (self.table.target_ms(batch, 1) + self.table.overhead_ms(batch))
-        self._add(at_most, ratio, "plain", batch)
+    def _parts(self, arm: Arm) -> tuple[int, ...]:
+        """Which errors an arm has."""
+        return () if arm.shape is None else (0, 1 + self._place[arm.shape], len(self.shapes) + arm.nodes)
 
-    def saw_round(
-        self, batch: int, shape: tuple[int, int], nodes: int, ms: Mapping[str, float], at_most: bool = False
-    ) -> None:
-        """ms: `verify`, `rest` and perhaps `draft` of a round that verified trees of up to `nodes` nodes; `at_most` as above."""
-        if "draft" in ms:
-            self._add(at_most, ms["draft"] / self.table.draft_ms(*shape, batch), "draft", batch, shape)
-        if nodes > 1:
-            self._add(at_most, ms["verify"] / self.table.target_ms(batch, nodes), "verify", batch)
-        self._add(at_most, ms["rest"] / self.table.overhead_ms(batch), "rest", batch)
+    def _table_ms(self, batch: int, arm: Arm) -> float:
+        if arm.shape is None:
+            return self.table.target_ms(batch, 1) + self.table.overhead_ms(batch)
+        return float(self._table(batch)[self._place[arm.shape], arm.nodes - 1])
 
-    def known(self, batch: int, drafting: bool) -> bool:
-        """Whether enough rounds of this kind were run at about this batch size."""
-        scale = self._scales.get(("verify" if drafting else "plain", bucket(batch)))
-        return scale is not None and scale.count >= _ENOUGH
+    def _table(self, batch: int) -> Floats:
+        if batch not in self._tables:
+            drafts = np.array([self.table.draft_ms(*shape, batch) for shape in self.shapes])
+            verify = self.table.target_curve(batch, self.max_nodes) + self.table.overhead_ms(batch)
+            self._tables[batch] = drafts[:, None] + verify
+        return self._tables[batch]
 
-    def _add(self, at_most: bool, ratio: float, part: str, batch: int, *more: object) -> None:
-        key: Key = (part, bucket(batch), *more)
-        for end in range(1, len(key) + 1):
-            scale = self._scales.setdefault(key[:end], _Scale())
-            (scale.cap if at_most else scale.add)(ratio)
 
-    def _scale(self, part: str, batch: int, *more: object) -> float:
-        """The most special mean that has enough rounds; 1 where nothing was run."""
-        key: Key = (part, bucket(batch), *more)
-        for end in range(len(key), 0, -1):
-            scale = self._scales.get(key[:end])
-            if scale is not None and scale.count >= _ENOUGH:
-                return math.exp(scale.log)
-        return 1.0
+class _Bucket:
+    """What rounds of some batch sizes have shown: errors of the table with their variances, and the level of the machine."""
+
+    def __init__(self, errors: list[float], variances: list[float]) -> None:
+        self.errors, self.variances = errors, variances
+        self.level = 0.0
+        self._reference: Arm | None = None
+        self._parts: tuple[int, ...] = ()
+        self._other, self._in_a_row = PLAIN, 0
+
+    def saw(self, arm: Arm, parts: tuple[int, ...], log_ratio: float, noise: float) -> None:
+        """`log_ratio`: of what it took to what the table says."""
+        surprise = log_ratio - self.level - sum(self.errors[part] for part in parts)
+        if self._reference is None:
+            self.level += surprise
+        elif arm == self._reference:
+            self.level += _FOLLOWS * surprise
+        else:
+            self._correct(parts, surprise, noise)
+        self._in_a_row = self._in_a_row + 1 if arm == self._other else 1
+        self._other = arm
+        if self._in_a_row >= _SETTLED or self._reference is None:
+            self._reference, self._parts = arm, parts
+
+    def _correct(self, parts: tuple[int, ...], surprise: float, noise: float) -> None:
+        """Shares a surprise among the errors in which an arm differs from the reference; what that one takes was no surprise."""
+        own = [part for part in parts if part not in self._parts]
+        others = [part for part in self._parts if part not in parts]
+        total = noise + sum(self.variances[part] for part in own + others)
+        surprise = _held(surprise, _WILD * math.sqrt(total))
+        signed = [(1.0, part) for part in own] + [(-1.0, part) for part in others]
+        for sign, part in signed:
+            gain = self.variances[part] / total
+            self.errors[part] += sign * gain * surprise
+            self.variances[part] *= 1 - gain
+            self.level += gain * surprise if sign < 0 else 0.0
+
+
+def _held(value: float, most: float) -> float:
+    return min(max(value, -most), most)
 
 
 def bucket(batch: int) -> int:

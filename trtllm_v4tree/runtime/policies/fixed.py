@@ -41,7 +41,7 @@ class CalibratedPolicy:
     def __init__(self, shapes: Sequence[Shape], max_nodes: int) -> None:
         self.max_nodes = max_nodes
         self.shapes = (nearest(shapes, min(_DEEP, max_nodes - 1), _WIDE),)
-        self._judge = Judge(self.shapes)
+        self._judge = Judge()
 
     def shape(self, batch: int) -> Shape | None:
         return self.shapes[0]
@@ -50,7 +50,7 @@ class CalibratedPolicy:
         return Choice(self._judge.judge(candidates, self.shapes[0]).scores, np.minimum(rooms, self.max_nodes))
 
     def observe(self, candidates: Candidates, kept: Lists, visited: Walk) -> None:
-        self._judge.learn(candidates, kept, visited)
+        self._judge.learn(candidates, kept, visited.paths)
 
 
 class EntropyPolicy:

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trtllm_v4tree.runtime.accept import Walk
-from trtllm_v4tree.runtime.acceptance import Acceptance
 from trtllm_v4tree.runtime.calibration import Calibration, CandidateShape
 from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Lists, Shape
-from trtllm_v4tree.runtime.policies.rules import above, local_scores, path_scores
+from trtllm_v4tree.runtime.policies.rules import local_scores, path_scores
 from trtllm_v4tree.runtime.tree import Ints
 
 
@@ -22,12 +20,11 @@ class Judged(NamedTuple):
 
 
 class Judge:
-    """Calibration and acceptance of one drafter, and the round under judgement."""
+    """Calibration of one drafter, and the round under judgement."""
 
-    def __init__(self, shapes: tuple[Shape, ...]) -> None:
+    def __init__(self) -> None:
         self.calibration = Calibration()
-        self.acceptance = Acceptance(max(s for s, _ in shapes), max(k for _, k in shapes))
-        self._shape = CandidateShape.of(*shapes[0])
+        self._shape = CandidateShape.of(1, 1)
         self._local = np.zeros((0, 0))
 
     def judge(self, candidates: Candidates, shape: Shape) -> Judged:
@@ -35,18 +32,9 @@ class Judge:
         scores = path_scores(candidates.parents, self.calibration.scores(self._local, self._shape), shape)
         return Judged(scores, np.exp(scores))
 
-    def count(self, candidates: Candidates, judged: Judged) -> None:
-        """Counts the round just judged as one to expect again."""
-        reached = above(candidates.parents, judged.probabilities, 1.0)
-        self.acceptance.add(self._shape, reached, judged.probabilities)
-
-    def restart(self, share: float) -> None:
-        """A share of the sequences is new: another text, perhaps."""
-        self.acceptance.forget(share)
-
-    def learn(self, candidates: Candidates, kept: Lists, visited: Walk) -> None:
-        """kept [B][N]: candidate of each verified node; visited: which nodes were accepted."""
-        self.calibration.update(self._local, self._shape, *met(candidates.parents, kept, visited.paths))
+    def learn(self, candidates: Candidates, kept: Lists, paths: Lists) -> None:
+        """kept [B][N]: candidate of each verified node; paths [B]: accepted nodes."""
+        self.calibration.update(self._local, self._shape, *met(candidates.parents, kept, paths))
 
 
 def met(parents: Ints, kept: Lists, paths: Lists) -> tuple[list[int], list[int], list[bool]]:

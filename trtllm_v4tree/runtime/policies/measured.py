@@ -7,10 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from trtllm_v4tree.runtime.accept import Walk
-from trtllm_v4tree.runtime.acceptance import Acceptance
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.policies.base import Candidates, Choice, Lists, Shape
-from trtllm_v4tree.runtime.policies.rules import best_rate, expected_lengths, expected_tokens, shared_budgets
+from trtllm_v4tree.runtime.policies.rules import (
+    best_rate,
+    expected_lengths,
+    expected_tokens,
+    shared_budgets,
+    usual_rates,
+)
 from trtllm_v4tree.runtime.tree import Ints
 
 
@@ -59,7 +64,7 @@ class SharedBudgetPolicy(BestFirstPolicy):
 
 def best_static(shapes: Sequence[Shape], table: LatencyTable, batch: int, max_nodes: int) -> Shape:
     """The draft round whose best static tree emits the most tokens per millisecond under the prior rates."""
-    rates = Acceptance(max(s for s, _ in shapes), max(k for _, k in shapes)).rates()
+    rates = usual_rates(max(s for s, _ in shapes), max(k for _, k in shapes))
 
     def rate(shape: Shape) -> float:
         lengths = np.array(expected_lengths(rates, shape, max_nodes))

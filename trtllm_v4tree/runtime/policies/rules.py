@@ -11,6 +11,8 @@ from trtllm_v4tree.runtime.calibration import CandidateShape
 from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Shape, candidates_of
 from trtllm_v4tree.runtime.tree import Ints
 
+_FIRST, _NEXT_RANK, _NEXT_DEPTH = 0.6, 0.25, 0.95
+
 
 def above(parents: Ints, values: Floats, root: float) -> Floats:
     """The value of each candidate's parent, `root` for those of the first level: [B, C]."""
@@ -47,15 +49,6 @@ def best_rate(expected: Floats, verify_ms: Floats, fixed_ms: float) -> int:
     return int(np.argmax(expected / (fixed_ms + verify_ms))) + 1
 
 
-def worth_verifying(expected: Floats, verify_ms: Floats, rate: float) -> int:
-    """Nodes per sequence until more cost more than they bring, a millisecond being worth `rate` tokens elsewhere.
-
-    Taking the most of `expected - rate * verify_ms` in every round, with the rate that this reaches, gives the most tokens per
-    millisecond in the long run (Dinkelbach); the best ratio of each single round does not.
-    """
-    return int(np.argmax(expected - rate * verify_ms)) + 1
-
-
 def shared_budgets(probabilities: Floats, verify_ms: Floats, fixed_ms: float) -> Ints:
     """Nodes of each sequence [B] when those of all compete for one budget: path probabilities [B, C], cost by nodes per sequence [n].
 
@@ -71,6 +64,42 @@ def shared_budgets(probabilities: Floats, verify_ms: Floats, fixed_ms: float) ->
     cost = fixed_ms + np.interp(nodes, np.arange(1, len(verify_ms) + 1), verify_ms)
     taken = order[: int(np.argmax(expected / cost))]
     return 1 + np.bincount(taken // width, minlength=batch).astype(np.int64)
+
+
+def usual_rates(steps: int, topk: int) -> Floats:
+    """Acceptance of a child given its accepted parent, before anything was seen: [depth, rank]. Rank r at depth 1 has 0.6 / 4^r, every
+    deeper level 0.95 of the level above."""
+    return _FIRST * _NEXT_DEPTH ** np.arange(steps)[:, None] * _NEXT_RANK ** np.arange(topk)
+
+
+def node_chances(
+    candidates: Candidates, probabilities: Floats, shape: Shape, inside: Sequence[Shape], max_nodes: int
+) -> Floats:
+    """Mean chance that the root, the first, second, .. best node by the drafter's scores is accepted, for every draft round of `inside`
+    as a part of that of `shape`: path probabilities [B, C] -> [len(inside), max_nodes]. Nodes that there are not have none.
+    """
+    order = np.argsort(-candidates.scores, axis=1, kind="stable")
+    depth = CandidateShape.of(*shape).depth[order]
+    width = np.take_along_axis(_widths(candidates.parents, shape), order, axis=1)
+    ranked = np.take_along_axis(probabilities, order, axis=1)
+    chances = np.zeros((len(inside), max_nodes))
+    for row, (steps, topk) in zip(chances, inside, strict=True):
+        within = (depth <= steps) & (width <= topk)
+        place = within.cumsum(axis=1)
+        within &= place < max_nodes
+        row += np.bincount(place[within], ranked[within], max_nodes)
+    chances[:, 0] = len(ranked)
+    return chances / len(ranked)
+
+
+def _widths(parents: Ints, shape: Shape) -> Ints:
+    """The topk that a draft round needs to propose each candidate: one more than the highest child rank on its path, [B, C]."""
+    steps, topk = shape
+    widths, rows = np.tile(1 + CandidateShape.of(*shape).rank, (len(parents), 1)), np.arange(len(parents))[:, None]
+    for first in range(topk, topk + (steps - 1) * topk * topk, topk * topk):
+        level = slice(first, first + topk * topk)
+        widths[:, level] = np.maximum(widths[:, level], widths[rows, parents[:, level]])
+    return widths
 
 
 def expected_lengths(rates: Floats, shape: Shape, max_nodes: int) -> list[float]:

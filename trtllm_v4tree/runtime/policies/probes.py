@@ -1,0 +1,66 @@
+"""When to try what is not in use: bursts of rounds, paid from a small share of the time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trtllm_v4tree.runtime.costs import Arm, bucket
+
+_SHARE, _MOST, _START = 0.007, 48.0, 4.0
+_SAME_KIND, _OTHER_KIND = 3, 5
+_SAME_EXTRA, _OTHER_EXTRA, _MEMORY = 0.5, 2.0, 0.25
+
+
+class Plan(NamedTuple):
+    """An arm for a batch size, what a round of it takes and how many tokens the whole batch gets by it."""
+
+    arm: Arm
+    batch: int
+    ms: float
+    tokens: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.ms
+
+
+class Probes:
+    """A share of the time may be lost, saved up to a limit; a burst starts when what it is expected to lose is there. Time is counted in
+    plain rounds, so that savings outlive a change of the batch. A switch between plain decoding and drafting costs extra, since other
+    code and data are in the caches and the drafter has rows to catch up with; how much is learnt."""
+
+    def __init__(self) -> None:
+        self.bursts = 0
+        self._tried: set[int] = set()
+        self._saved, self._extra = _START, _OTHER_EXTRA
+
+    def earn(self, plain_rounds: float) -> None:
+        """So much time went by."""
+        self._saved = min(self._saved + _SHARE * plain_rounds, _MOST)
+
+    def rounds(self, plan: Plan, other: Plan, plain_ms: float) -> int:
+        """How many rounds to give to `other` now: a burst if it can be paid, else none. The first of the other kind at about a batch size
+        is free."""
+        switch = differ(plan.arm, other.arm)
+        rounds, extra = (_OTHER_KIND, self._extra) if switch else (_SAME_KIND, _SAME_EXTRA)
+        loss = extra + rounds * other.ms / plain_ms * max(0.0, 1 - other.rate / plan.rate)
+        known = not switch or self.known(plan.batch)
+        if known and self._saved < min(loss, _MOST):
+            return 0
+        self._saved = max(self._saved - loss, 0.0)
+        self._tried |= {bucket(plan.batch)} if switch else set()
+        self.bursts += 1
+        return rounds
+
+    def known(self, batch: int) -> bool:
+        """Whether both kinds were tried at about this batch size."""
+        return bucket(batch) in self._tried
+
+    def switched(self, plain_rounds: float) -> None:
+        """The first rounds after a switch took so much longer than those that followed."""
+        self._extra += _MEMORY * (max(0.0, plain_rounds) - self._extra)
+
+
+def differ(one: Arm, other: Arm) -> bool:
+    """Whether one of two arms drafts and the other does not."""
+    return (one.shape is None) != (other.shape is None)
