@@ -19,9 +19,9 @@ from trtllm_v4tree.runtime.latency import LatencyTable
 
 Floats = NDArray[np.float64]
 _FOLLOWS, _SETTLED = 0.5, 2
-_NOISE, _ROUND_NOISE, _WILD = 0.01, 0.04, 3.0
+_NOISE, _ROUND_NOISE, _WILD = 0.01, 0.04, 2.0
 _DRAFTING, _PART = 0.25, 0.002
-_DRIFT = 1 / 64
+_DRIFT = 1 / 1024, 1 / 64
 
 
 class Arm(NamedTuple):
@@ -41,6 +41,7 @@ class Costs:
         self.table, self.shapes, self.max_nodes = table, tuple(shapes), max_nodes
         self._place = {shape: index for index, shape in enumerate(self.shapes)}
         self._prior = [_DRAFTING, *[_PART] * (len(self.shapes) + max_nodes)]
+        self._drift = [_DRIFT[part > 0] * prior for part, prior in enumerate(self._prior)]
         self._buckets: dict[int, _Bucket] = {}
         self._tables: dict[int, Floats] = {}
 
@@ -58,6 +59,10 @@ class Costs:
         variance, count = np.array(self._bucket(batch).variances), len(self.shapes) + 1
         return np.sqrt(variance[1:count, None] + variance[None, count:])
 
+    def doubt(self, batch: int) -> float:
+        """The same of drafting at all against plain decoding."""
+        return math.sqrt(self._bucket(batch).variances[0])
+
     def saw(self, batch: int, arm: Arm, ms: float, rounds: int) -> None:
         """A stretch of rounds of an arm, each of which took so long."""
         log_ratio = math.log(max(ms, 1e-6) / self._table_ms(batch, arm))
@@ -66,8 +71,9 @@ class Costs:
     def age(self) -> None:
         """Time has passed: what was measured may have changed."""
         for bucket in self._buckets.values():
-            pairs = zip(bucket.variances, self._prior, strict=True)
-            bucket.variances = [min(variance + _DRIFT * prior, prior) for variance, prior in pairs]
+            bucket.variances = [
+                min(v + d, p) for v, d, p in zip(bucket.variances, self._drift, self._prior, strict=True)
+            ]
 
     def _bucket(self, batch: int) -> _Bucket:
         key = bucket(batch)
@@ -117,16 +123,18 @@ class _Bucket:
             self._reference, self._parts = arm, parts
 
     def _correct(self, parts: tuple[int, ...], surprise: float, noise: float) -> None:
-        """Shares a surprise among the errors in which an arm differs from the reference; what that one takes was no surprise."""
+        """Shares a surprise among the errors in which an arm differs from the reference; what that one takes was no surprise.
+        A wild one counts in part and leaves the doubt: perhaps the machine hiccupped, perhaps the table is far off."""
         own = [part for part in parts if part not in self._parts]
         others = [part for part in self._parts if part not in parts]
         total = noise + sum(self.variances[part] for part in own + others)
-        surprise = _held(surprise, _WILD * math.sqrt(total))
+        most = _WILD * math.sqrt(total)
+        wild, surprise = abs(surprise) > most, _held(surprise, most)
         signed = [(1.0, part) for part in own] + [(-1.0, part) for part in others]
         for sign, part in signed:
             gain = self.variances[part] / total
             self.errors[part] += sign * gain * surprise
-            self.variances[part] *= 1 - gain
+            self.variances[part] *= 1 if wild else 1 - gain
             self.level += gain * surprise if sign < 0 else 0.0
 
 

@@ -33,12 +33,13 @@ _SHORT, _LONG, _SHORT_ONES = 4, 32, 16
 _LOYALTY, _KIND_LOYALTY = 1.005, 1.01
 _LOOK_EVERY, _WIDE_LOOKS, _WIDE_EVERY, _MOST_ROWS = 64, 8, 4, 8
 _NEW_TEXT = 0.5
-_WARM, _PLAIN_TURN, _PAUSE, _PATIENCE = 3, 4, 2, 4
+_WARM, _PLAIN_TURN, _PATIENCE = 3, 4, 4
+_PAUSE, _LONG_PAUSE = 96, 128
 
 
 class _Plans(NamedTuple):
     """For one batch size: the plan, the draft round that could most likely be better, the best of the other kind; what a
-    plain round takes; the draft round that tells of most others and does not take much longer than a good one."""
+    plain round takes; the draft round for wide looks."""
 
     best: Plan
     rival: Plan
@@ -83,7 +84,7 @@ class AutoPolicy:
         self.plan = Plan(PLAIN, 0, 1.0, 1.0)
         self._plans: dict[int, _Plans] = {}
         self._stretch = _Stretch(self.plan, 0, False, False)
-        self._stretches = self._pause = self._drafted = 0
+        self._stretches = self._rested = self._drafted = 0
         self._shape: Shape | None = None
         self._runs = self._looks = False
         self._rows = slice(None)
@@ -154,6 +155,7 @@ class AutoPolicy:
         """Learns from the stretch that ends and chooses the next one."""
         last = self._stretch
         pays = self._learn(last)
+        self._rested = 0 if last.probe else self._rested + len(last.ms)
         if last.full:
             self._plans.clear()
             self.costs.age()
@@ -170,13 +172,12 @@ class AutoPolicy:
 
     def _burst(self, plans: _Plans) -> tuple[Plan, int] | None:
         """What to try, and how many rounds of it, if it is time to."""
-        self._pause -= 1
-        if self._pause > 0:
+        known = self._probes.known(plans.best.batch)
+        turn = plans.best.arm.shape is None or not known or self._probes.bursts % _PLAIN_TURN == 0
+        if known and self._rested < (_LONG_PAUSE if turn else _PAUSE):
             return None
-        turn = self._probes.bursts % _PLAIN_TURN == 0 or not self._probes.known(plans.best.batch)
-        other = plans.other if turn or plans.best.arm.shape is None else plans.rival
+        other = plans.other if turn else plans.rival
         rounds = self._probes.rounds(plans.best, other, plans.plain_ms)
-        self._pause = _PAUSE
         return (other, rounds) if rounds else None
 
     def _learn(self, stretch: _Stretch) -> bool:
@@ -201,31 +202,33 @@ class AutoPolicy:
 
     def _weigh(self, batch: int) -> _Plans:
         """The best arm for a batch size, and what could be better."""
-        ms, tokens = self.costs.rounds_ms(batch), batch * self.lengths.curves()
-        plain_ms, used = self.costs.plain_ms(batch), self.plan.arm
-        rates = tokens / ms
+        ms, tokens, used = self.costs.rounds_ms(batch), batch * self.lengths.curves(), self.plan.arm
+        rates, doubts = tokens / ms, self.costs.doubts(batch) + self.lengths.doubts()[:, None]
         if used.shape is not None:
             rates[self.shapes.index(used.shape), used.nodes - 1] *= _LOYALTY
+        best = divmod(int(rates.argmax()), self.max_nodes)
+        hopes = rates * np.exp(doubts)
+        hopes[best] = 0.0
+        near = divmod(int(hopes.argmax()), self.max_nodes)
 
-        def plan_of(place: int) -> Plan:
-            row, column = divmod(place, self.max_nodes)
-            return Plan(Arm(self.shapes[row], column + 1), batch, float(ms[row, column]), float(tokens[row, column]))
+        def plan_of(place: tuple[int, int], doubt: float) -> Plan:
+            arm = Arm(self.shapes[place[0]], place[1] + 1)
+            return Plan(arm, batch, float(ms[place]), float(tokens[place]), doubt)
 
-        best = int(rates.argmax())
-        hopes = rates * np.exp(self.costs.doubts(batch) + self.lengths.doubts()[:, None])
-        hopes.flat[best] = 0.0
-        draft, rival, plain = plan_of(best), plan_of(int(hopes.argmax())), Plan(PLAIN, batch, plain_ms, float(batch))
-        drafts = {s: self.costs.table.draft_ms(*s, batch) for s in self.shapes}
-        affordable = [
-            s
-            for s in drafts
-            if drafts[s] <= drafts[self.shapes[best // self.max_nodes]] + self.costs.table.target_ms(batch, 1)
-        ]
-        wide = max(affordable, key=lambda s: s[0] * s[1])
+        doubt = self.costs.doubt(batch)
+        draft, rival = plan_of(best, doubt), plan_of(near, float(doubts[near]))
+        plain, wide = Plan(PLAIN, batch, self.costs.plain_ms(batch), float(batch), doubt), self._wide(batch, best[0])
         draft_bonus, plain_bonus = (1.0, _KIND_LOYALTY) if used.shape is None else (_KIND_LOYALTY, 1.0)
         if plain.rate * plain_bonus >= draft.rate * draft_bonus:
-            return _Plans(plain, draft, draft, plain_ms, wide)
-        return _Plans(draft, rival, plain, plain_ms, wide)
+            return _Plans(plain, draft, draft, plain.ms, wide)
+        return _Plans(draft, rival, plain, plain.ms, wide)
+
+    def _wide(self, batch: int, row: int) -> Shape:
+        """The widest draft round that takes no longer than that of a row and a plain pass."""
+        table = self.costs.table
+        ms = [table.draft_ms(*shape, batch) for shape in self.shapes]
+        most = ms[row] + table.target_ms(batch, 1)
+        return max((s for s, own in zip(self.shapes, ms, strict=True) if own <= most), key=lambda s: s[0] * s[1])
 
 
 def _part(candidates: Candidates, rows: slice) -> Candidates:

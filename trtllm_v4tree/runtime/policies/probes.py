@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from trtllm_v4tree.runtime.costs import Arm, bucket
 
-_SHARE, _MOST, _START = 0.007, 48.0, 4.0
+_SHARE, _MOST, _START = 0.007, 48.0, 2.0
 _SAME_KIND, _OTHER_KIND = 3, 5
-_SAME_EXTRA, _OTHER_EXTRA, _MEMORY = 0.5, 2.0, 0.25
+_SAME_EXTRA, _OTHER_EXTRA, _MEMORY = 1.0, 2.0, 0.25
 
 
 class Plan(NamedTuple):
-    """An arm for a batch size, what a round of it takes and how many tokens the whole batch gets by it."""
+    """An arm for a batch size, what a round of it takes and how many tokens the whole batch gets by it; the standard deviation of the
+    logarithm of its rate against that of what is in use."""
 
     arm: Arm
     batch: int
     ms: float
     tokens: float
+    doubt: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -25,9 +28,10 @@ class Plan(NamedTuple):
 
 
 class Probes:
-    """A share of the time may be lost, saved up to a limit; a burst starts when what it is expected to lose is there. Time is counted in
-    plain rounds, so that savings outlive a change of the batch. A switch between plain decoding and drafting costs extra, since other
-    code and data are in the caches and the drafter has rows to catch up with; how much is learnt."""
+    """A share of the time may be lost, saved up to a limit; a burst starts when what it is expected to lose is there: little where the
+    other arm may well be the better one, which it then soon is, or is known not to be. Time is counted in plain rounds, so that savings
+    outlive a change of the batch. A switch between plain decoding and drafting costs extra, since other code and data are in the caches
+    and the drafter has rows to catch up with; how much is learnt."""
 
     def __init__(self) -> None:
         self.bursts = 0
@@ -43,7 +47,7 @@ class Probes:
         is free."""
         switch = differ(plan.arm, other.arm)
         rounds, extra = (_OTHER_KIND, self._extra) if switch else (_SAME_KIND, _SAME_EXTRA)
-        loss = extra + rounds * other.ms / plain_ms * max(0.0, 1 - other.rate / plan.rate)
+        loss = extra + rounds * other.ms / plain_ms * max(0.0, 1 - math.exp(other.doubt) * other.rate / plan.rate)
         known = not switch or self.known(plan.batch)
         if known and self._saved < min(loss, _MOST):
             return 0
