@@ -196,8 +196,9 @@ def test_costs_follow_the_machine() -> None:
     rounds = costs.rounds_ms(4) / costs.plain_ms(4)
     assert rounds[0, 1] == pytest.approx(truth(arms[0]) / 2.3, rel=0.1)
     assert rounds[1, 3] == pytest.approx(truth(arms[1]) / 2.3, rel=0.1)
-    other = costs.rounds_ms(1) / costs.plain_ms(1)
-    assert other[0, 1] == pytest.approx((0.2 + 1.1 + 0.1) / 1.1)
+    elsewhere, unseen = (c.rounds_ms(1)[0, 1] / c.plain_ms(1) for c in (costs, Costs(table(), ((1, 1), (3, 1)), 8)))
+    assert unseen == pytest.approx((0.2 + 1.1 + 0.1) / 1.1)
+    assert elsewhere == pytest.approx(2.0 * unseen, rel=0.1)
 
 
 def test_a_machine_that_slows_down_does_not_change_what_arms_cost_each_other() -> None:

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 _FOLLOWS, _SETTLED = 0.5, 2
 _NOISE, _ROUND_NOISE, _WILD = 0.01, 0.04, 2.0
 _DRAFTING, _PART = 0.25, 0.002
-_DRIFT = 1 / 1024, 1 / 64
+_DRIFT, _NEW = (1 / 1024, 1 / 64), 0.25
 
 
 class Arm(NamedTuple):
@@ -76,9 +76,15 @@ class Costs:
             ]
 
     def _bucket(self, batch: int) -> _Bucket:
+        """A new one starts from what the nearest has shown, with more doubt."""
         key = bucket(batch)
         if key not in self._buckets:
-            self._buckets[key] = _Bucket([0.0] * len(self._prior), list(self._prior))
+            made = _Bucket([0.0] * len(self._prior), list(self._prior))
+            if self._buckets:
+                near = self._buckets[min(self._buckets, key=lambda other: abs(other - key))]
+                made.errors, made.level = list(near.errors), near.level
+                made.variances = [max(v, _NEW * p) for v, p in zip(near.variances, self._prior, strict=True)]
+            self._buckets[key] = made
         return self._buckets[key]
 
     def _parts(self, arm: Arm) -> tuple[int, ...]:

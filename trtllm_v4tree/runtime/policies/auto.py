@@ -172,7 +172,7 @@ class AutoPolicy:
 
     def _burst(self, plans: _Plans) -> tuple[Plan, int] | None:
         """What to try, and how many rounds of it, if it is time to."""
-        known = self._probes.known(plans.best.batch)
+        known = self._probes.compared
         turn = plans.best.arm.shape is None or not known or self._probes.bursts % _PLAIN_TURN == 0
         if known and self._rested < (_LONG_PAUSE if turn else _PAUSE):
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from trtllm_v4tree.runtime.costs import Arm, bucket
+from trtllm_v4tree.runtime.costs import Arm
 
 _SHARE, _MOST, _START = 0.007, 48.0, 2.0
 _SAME_KIND, _OTHER_KIND = 3, 5
@@ -35,7 +35,7 @@ class Probes:
 
     def __init__(self) -> None:
         self.bursts = 0
-        self._tried: set[int] = set()
+        self.compared = False
         self._saved, self._extra = _START, _OTHER_EXTRA
 
     def earn(self, plain_rounds: float) -> None:
@@ -43,22 +43,17 @@ class Probes:
         self._saved = min(self._saved + _SHARE * plain_rounds, _MOST)
 
     def rounds(self, plan: Plan, other: Plan, plain_ms: float) -> int:
-        """How many rounds to give to `other` now: a burst if it can be paid, else none. The first of the other kind at about a batch size
-        is free."""
+        """How many rounds to give to `other` now: a burst if it can be paid, else none. The first of the other kind is
+        free."""
         switch = differ(plan.arm, other.arm)
         rounds, extra = (_OTHER_KIND, self._extra) if switch else (_SAME_KIND, _SAME_EXTRA)
         loss = extra + rounds * other.ms / plain_ms * max(0.0, 1 - math.exp(other.doubt) * other.rate / plan.rate)
-        known = not switch or self.known(plan.batch)
-        if known and self._saved < min(loss, _MOST):
+        if (self.compared or not switch) and self._saved < min(loss, _MOST):
             return 0
         self._saved = max(self._saved - loss, 0.0)
-        self._tried |= {bucket(plan.batch)} if switch else set()
+        self.compared |= switch
         self.bursts += 1
         return rounds
-
-    def known(self, batch: int) -> bool:
-        """Whether both kinds were tried at about this batch size."""
-        return bucket(batch) in self._tried
 
     def switched(self, plain_rounds: float) -> None:
         """The first rounds after a switch took so much longer than those that followed."""
