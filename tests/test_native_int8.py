@@ -11,6 +11,7 @@ import pytest
 from trtllm_v4tree import native
 from trtllm_v4tree.compiler.build import BuildOptions, build
 from trtllm_v4tree.compiler.native_ops import LANES, PANEL, NativeOps, pack
+from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import CheckpointError, ConfigError
 from trtllm_v4tree.network.ops import Experts
 from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
@@ -154,8 +155,6 @@ def engine(checkpoint: Path) -> Path:
 
 
 def driver_of(engine: Path) -> Driver:
-    from trtllm_v4tree.engine_dir import Manifest
-
     return Driver(OnnxRuntimeExecutor(engine, Manifest.read(engine), threads=1))
 
 
@@ -195,6 +194,6 @@ def test_what_cannot_be_is_refused(checkpoint: Path, tmp_path: Path) -> None:
             BuildOptions(target=target, dtype="int8")
     w = np.ones((8, 16), np.float32)
     w[3, 4] = np.inf
-    with pytest.raises(CheckpointError, match="no finite numbers"):
+    with pytest.raises(CheckpointError, match="no finite numbers: download the checkpoint again"):
         linear(np.ones((1, 1, 8), np.float32), w)
     assert not (tmp_path / "engine").exists()

@@ -236,7 +236,7 @@ def _packer(
         try:
             return pack(pieces, stored)
         except ValueError as error:
-            raise CheckpointError(f"{name} {error}: build with --cpu_kernels onnxruntime.") from error
+            raise CheckpointError(f"{name} {error}.") from error
 
     return loader
 
@@ -246,7 +246,7 @@ def pack(array: np.ndarray, stored: str) -> np.ndarray:
     for bfloat16 and 4 for int8, in bytes whose zero is 128, behind which is the scale of every column in float32; zeros fill up. One
     panel at a time, so that nothing but the result is held beside the array.
 
-    Raises ValueError for a value that bfloat16 cannot hold, or 8 bits and a scale.
+    Raises ValueError, with what to do, for a value that bfloat16 cannot hold, or 8 bits and a scale.
     """
     *outer, inputs, outputs = array.shape
     together, width = _TOGETHER[stored], PANEL * LANES
@@ -262,7 +262,7 @@ def pack(array: np.ndarray, stored: str) -> np.ndarray:
         held = part if stored != "int8" else _codes(part, scales[..., first : first + part.shape[-1]])
         panel[..., :inputs, : part.shape[-1]] = held
         if stored == "bfloat16" and not np.array_equal(panel[..., :inputs, : part.shape[-1]].astype(np.float32), part):
-            raise ValueError("has values that bfloat16 cannot hold")
+            raise ValueError("has values that bfloat16 cannot hold: build with --cpu_kernels onnxruntime")
         tiled = np.moveaxis(panel.reshape(*outer, -1, together, (last - first) // LANES, LANES), -3, -1)
         packed[..., first * padded_inputs : last * padded_inputs] = tiled.reshape(*outer, -1)
     packed[..., size:] = scales.view(np.uint8)
@@ -273,7 +273,7 @@ def column_scales(array: np.ndarray, columns: int) -> np.ndarray:
     """[.., I, O] -> [.., columns]: the largest magnitude of a column over 127; 0 for columns that are not there."""
     largest = np.abs(array).max(axis=-2).astype(np.float32)
     if not np.isfinite(largest).all():
-        raise ValueError("has values that are no finite numbers")
+        raise ValueError("has values that are no finite numbers: download the checkpoint again")
     scales = np.zeros((*array.shape[:-2], columns), np.float32)
     scales[..., : array.shape[-1]] = largest / 127
     return scales

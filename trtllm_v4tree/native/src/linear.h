@@ -25,4 +25,5 @@ inline void linear_parallel(const Context& ctx, const float* x, int64_t rows, co
   thread_local std::vector<float> words;
   linear_parallel(ctx, rows_of(x, rows, w.inputs, w.form, words), rows, w, y, columns);
 }
+
 }  // namespace v4tree

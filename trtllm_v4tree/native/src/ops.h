@@ -10,8 +10,8 @@ namespace v4tree {
 
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // of a mask: not seen
 
-// Inputs as a string of one letter each: f float, i int64, w packed weight (float or bfloat16), a any; upper case if optional; v any
-// number of floats.
+// Inputs as a string of one letter each: f float, i int64, w packed weight (float, bfloat16 or uint8), a any; upper case if optional; v
+// any number of floats.
 struct Linear {
   static constexpr const char *kName = "PackedLinear", *kInputs = "fwFW", *kOutputs = "f";
   explicit Linear(const Attributes& a);

@@ -45,7 +45,8 @@ void Linear::run(const Context& ctx) const {
   ctx.split(groups * blocks, groups * linear_cost(rows, one), [&](int64_t first, int64_t last) {
     for (int64_t g = first / blocks; g * blocks < last; ++g) {
       const int64_t from = std::max<int64_t>(first - g * blocks, 0), to = std::min(last - g * blocks, blocks);
-      kernels().linear(read.data + g * read.stride, groups * read.stride, rows, part_of(weight, inputs, groups, g, rounded), from, to, y + g * width, columns, width);
+      const Packed part = part_of(weight, inputs, groups, g, rounded);
+      kernels().linear(read.data + g * read.stride, groups * read.stride, rows, part, from, to, y + g * width, columns, width);
     }
   });
   if (then) linear_parallel(ctx, y, rows, packed(second, columns, rounded), result, then);

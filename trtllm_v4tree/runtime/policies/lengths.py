@@ -1,8 +1,8 @@
 """How many tokens a pass emits, by draft round and number of verified nodes: from calibrated looks, corrected by what was accepted.
 
 A look at one draft round tells of every smaller one in it: of each the chance that its first, second, .. best node is accepted. Those
-that are not in it are taken to move along. What
-rounds then bring corrects the sum, over all lately (another text) and for each arm in the long run (a model that is wrong about it).
+that are not in it are taken to move along. What rounds then bring corrects the sum, over all lately (another text) and for each arm in
+the long run (a model that is wrong about it).
 """
 
 from __future__ import annotations
