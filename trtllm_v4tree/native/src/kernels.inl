@@ -410,32 +410,38 @@ static void attention(const AttentionGroup& g) {
   for (; column < g.head_dim; column += kLanes) value_columns<1>(g, column, inverse);
 }
 
-static void sinkhorn(float* c, int64_t m, int64_t iterations, float eps) {
-  for (int64_t i = 0; i < m; ++i) {
-    float* row = c + i * m * kLanes;
-    vf top = load(row), sum = vf{};
-    for (int64_t j = 1; j < m; ++j) top = vmax(top, load(row + j * kLanes));
-    for (int64_t j = 0; j < m; ++j) {
-      const vf e = vexp(load(row + j * kLanes) - top);
-      sum += e;
-      store(row + j * kLanes, e);
-    }
-    for (int64_t j = 0; j < m; ++j) store(row + j * kLanes, load(row + j * kLanes) / sum + eps);
+// Every line of m values, `inner` apart, over its sum.
+V4_INLINE void normalise_lines(vf* a, int m, int outer, int inner, float eps) {
+  for (int i = 0; i < m; ++i) {
+    vf sum = vf{};
+    for (int j = 0; j < m; ++j) sum += a[i * outer + j * inner];
+    const vf inverse = 1.0f / (sum + eps);
+    for (int j = 0; j < m; ++j) a[i * outer + j * inner] *= inverse;
   }
-  const auto normalise = [=](int64_t outer, int64_t inner) {
-    for (int64_t i = 0; i < m; ++i) {
-      float* line = c + i * outer * kLanes;
-      vf sum = vf{};
-      for (int64_t j = 0; j < m; ++j) sum += load(line + j * inner * kLanes);
-      const vf inverse = 1.0f / (sum + eps);
-      for (int64_t j = 0; j < m; ++j) store(line + j * inner * kLanes, load(line + j * inner * kLanes) * inverse);
-    }
-  };
-  normalise(1, m);
+}
+
+// With an m that the compiler knows the matrix stays in registers.
+V4_INLINE void sinkhorn_of(float* c, int m, int64_t iterations, float eps) {
+  vf a[64];
+  for (int i = 0; i < m; ++i) {
+    vf top = load(c + i * m * kLanes), sum = vf{};
+    for (int j = 1; j < m; ++j) top = vmax(top, load(c + (i * m + j) * kLanes));
+    for (int j = 0; j < m; ++j) sum += a[i * m + j] = vexp(load(c + (i * m + j) * kLanes) - top);
+    for (int j = 0; j < m; ++j) a[i * m + j] = a[i * m + j] / sum + eps;
+  }
+  normalise_lines(a, m, 1, m, eps);
   for (int64_t t = 1; t < iterations; ++t) {
-    normalise(m, 1);
-    normalise(1, m);
+    normalise_lines(a, m, m, 1, eps);
+    normalise_lines(a, m, 1, m, eps);
   }
+  for (int i = 0; i < m * m; ++i) store(c + i * kLanes, a[i]);
+}
+
+static void sinkhorn(float* c, int64_t m, int64_t iterations, float eps) {
+  if (m == 4)
+    sinkhorn_of(c, 4, iterations, eps);
+  else
+    sinkhorn_of(c, static_cast<int>(m), iterations, eps);
 }
 
 V4_INLINE vf gated(vf gate, vf up, float limit, float scale) {
