@@ -1,27 +1,4 @@
-// Bodies of the kernels; included once per instruction set inside its own namespace.
-
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-
-#define V4_INLINE static inline __attribute__((always_inline))
-
-V4_INLINE vf load(const float* p) {
-  vf v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-V4_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
-V4_INLINE vf splat(float x) { return vf{} + x; }
-// The second where either is not a number.
-V4_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
-V4_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-
-V4_INLINE float total(vf v) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
-}
+// Bodies of the kernels, on the lanes of vectors.inl; included once per instruction set inside its own namespace.
 
 // e^x to about one unit in the last place; 0 below -87.3 (so for -inf), infinite above 88, NaN for NaN.
 V4_INLINE vf vexp(vf x) {
@@ -35,11 +12,9 @@ V4_INLINE vf vexp(vf x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const vi power = (__builtin_convertvector(whole, vi) + 127) << 23;
-  vf scale;
-  __builtin_memcpy(&scale, &power, sizeof scale);
-  const vf bounded = x <= 88.0f ? p * scale : x + __builtin_inff();
-  return x < -87.3f ? vf{} : bounded;
+  const vf scale = bits<vf>((convert<vi>(whole) + 127) << 23);
+  const vf bounded = select(x <= 88.0f, p * scale, x + __builtin_inff());
+  return select(x < -87.3f, vf{}, bounded);
 }
 
 V4_INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
@@ -64,7 +39,7 @@ template <int R, int A, int C>
 V4_INLINE void tile_float(const float* const* x, Panels<float> w, int64_t inputs, vf (&acc)[R][C]) {
   for (int64_t i = 0; i < inputs; ++i, advance(w)) {
     vf wv[C];
-    for (int c = 0; c < C; ++c) wv[c] = load(block_of<A>(w, c, kLanes));
+    for (int c = 0; c < C; ++c) wv[c] = held(load(block_of<A>(w, c, kLanes)));
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) acc[r][c] += x[r][i] * wv[c];
   }
@@ -75,29 +50,32 @@ V4_INLINE void tile_half(const float* const* x, Panels<uint16_t> w, int64_t inpu
   for (int64_t i = 0; i < inputs; i += 2, advance(w)) {
     vu pair[C];
     vf part[C];
-    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], block_of<A>(w, c, 2 * kLanes), sizeof pair[c]);
-    for (int c = 0; c < C; ++c) {
-      const vu even = pair[c] << 16;
-      __builtin_memcpy(&part[c], &even, sizeof even);
-    }
+    for (int c = 0; c < C; ++c) pair[c] = held(load_as<vu>(block_of<A>(w, c, 2 * kLanes)));
+    for (int c = 0; c < C; ++c) part[c] = bits<vf>(pair[c] << 16);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) acc[r][c] += x[r][i] * part[c];
     if (i + 1 == inputs) break;
-    for (int c = 0; c < C; ++c) {
-      const vu odd = pair[c] & 0xffff0000u;
-      __builtin_memcpy(&part[c], &odd, sizeof odd);
-    }
+    for (int c = 0; c < C; ++c) part[c] = bits<vf>(pair[c] & 0xffff0000u);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) acc[r][c] += x[r][i + 1] * part[c];
   }
 }
 
-#ifdef V4_BYTE_DOT
 // sum + the products of four unsigned bytes of every lane with the four signed bytes of a word.
+#if defined(V4_BYTE_DOT)
 V4_INLINE vi dot_bytes(vi sum, vu w, uint32_t x) { return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)(vu{} + x)); }
+#elif defined(V4_PAIR_DOT)
+// Sums of pairs of products of 16 bits: bytes 0 and 2, then 1 and 3.
+V4_INLINE ri dot_bytes(ri sum, ru w, uint32_t x) {
+  typedef int16_t rs __attribute__((vector_size(4 * kRegister)));
+  const rs words = (rs)(ru{} + x), even = words << 8 >> 8, odd = words >> 8;
+  return sum + (ri)V4_PAIR_DOT((V4_PAIRS)(w & 0x00ff00ffu), (V4_PAIRS)even) + (ri)V4_PAIR_DOT((V4_PAIRS)(w >> 8 & 0x00ff00ffu), (V4_PAIRS)odd);
+}
+template <class I, class U>
+V4_INLINE Pair<I> dot_bytes(Pair<I> sum, Pair<U> w, uint32_t x) { return {dot_bytes(sum.lo, w.lo, x), dot_bytes(sum.hi, w.hi, x)}; }
 #else
 V4_INLINE vi dot_bytes(vi sum, vu w, uint32_t x) {
-  for (int j = 0; j < 4; ++j) sum += (vi)(w >> 8 * j & 0xff) * static_cast<int8_t>(x >> 8 * j);
+  for (int j = 0; j < 4; ++j) sum += bits<vi>(w >> 8 * j & 0xff) * static_cast<int8_t>(x >> 8 * j);
   return sum;
 }
 #endif
@@ -114,7 +92,7 @@ V4_INLINE void tile_bytes(const float* const* x, Panels<uint8_t> w, int64_t inpu
     }
   for (int64_t i = 0; i < (inputs + 3) / 4; ++i, advance(w)) {
     vu four[C];
-    for (int c = 0; c < C; ++c) __builtin_memcpy(&four[c], block_of<A>(w, c, 4 * kLanes), sizeof four[c]);
+    for (int c = 0; c < C; ++c) four[c] = held(load_as<vu>(block_of<A>(w, c, 4 * kLanes)));
     for (int r = 0; r < R; ++r) {
       uint32_t word;
       __builtin_memcpy(&word, x[r] + 2 + i, sizeof word);
@@ -122,7 +100,7 @@ V4_INLINE void tile_bytes(const float* const* x, Panels<uint8_t> w, int64_t inpu
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = __builtin_convertvector(sum[r][c], vf) * (x[r][0] * load(scales + c * kLanes));
+    for (int c = 0; c < C; ++c) acc[r][c] = convert<vf>(sum[r][c]) * (x[r][0] * load(scales + c * kLanes));
 }
 
 #ifdef V4_BF16_DOT
@@ -133,7 +111,7 @@ template <int R, int A, int C>
 V4_INLINE void tile_rounded(const float* const* x, Panels<uint16_t> w, int64_t inputs, vf (&acc)[R][C]) {
   for (int64_t i = 0; i < (inputs + 1) / 2; ++i, advance(w)) {
     vu pair[C];
-    for (int c = 0; c < C; ++c) __builtin_memcpy(&pair[c], block_of<A>(w, c, 2 * kLanes), sizeof pair[c]);
+    for (int c = 0; c < C; ++c) pair[c] = held(load_as<vu>(block_of<A>(w, c, 2 * kLanes)));
     for (int r = 0; r < R; ++r) {
       uint32_t word;
       __builtin_memcpy(&word, x[r] + i, sizeof word);
@@ -153,24 +131,20 @@ V4_INLINE void tile_rounded(const float* const* x, Panels<uint16_t> w, int64_t i
 
 // The upper halves of floats, to the nearest and to even; what is no number stays none.
 V4_INLINE vu bfloat16_of(vf x) {
-  vu bits;
-  __builtin_memcpy(&bits, &x, sizeof bits);
-  const vu nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
-  return x == x ? nearest : quiet;
+  const vu word = bits<vu>(x), nearest = (word + 0x7fff + (word >> 16 & 1)) >> 16, quiet = word >> 16 | 0x40;
+  return select(x == x, nearest, quiet);
 }
 
 // Sixteen words of output from kRoundedPerWord times as many floats.
+#ifdef V4_BF16_DOT
 V4_INLINE void round_words(const float* x, float* out) {
-  vu words;
-  if constexpr (kRoundedPerWord == 1) {
-    words = bfloat16_of(load(x)) << 16;
-  } else {
-    const vu even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    const vu low = bfloat16_of(load(x)), high = bfloat16_of(load(x + kLanes));
-    words = __builtin_shuffle(low, high, even) | __builtin_shuffle(low, high, even + 1) << 16;
-  }
-  __builtin_memcpy(out, &words, sizeof words);
+  const vu even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  const vu low = bfloat16_of(load(x)), high = bfloat16_of(load(x + kLanes));
+  store(out, __builtin_shuffle(low, high, even) | __builtin_shuffle(low, high, even + 1) << 16);
 }
+#else
+V4_INLINE void round_words(const float* x, float* out) { store(out, bfloat16_of(load(x)) << 16); }
+#endif
 
 static void encode_rounded(const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out) {
   constexpr int64_t Step = kRoundedPerWord * kLanes;
@@ -186,8 +160,6 @@ static void encode_rounded(const float* x, int64_t ldx, int64_t rows, int64_t in
     out += count;
   }
 }
-
-typedef int8_t vb __attribute__((vector_size(16)));
 
 // The 16 values at x + i, zeros behind the end.
 V4_INLINE vf load_some(const float* x, int64_t i, int64_t count) {
@@ -207,20 +179,21 @@ static void encode_bytes(const float* x, int64_t inputs, float* out) {
     wrong += v * 0.0f;
   }
   float largest = 0;
-  for (int i = 0; i < kLanes; ++i) largest = top[i] > largest ? top[i] : largest;
+  for (int i = 0; i < kLanes; ++i) largest = lane(top, i) > largest ? lane(top, i) : largest;
   const vf inverse = splat(largest > 1e-30f ? 127.0f / largest : 0.0f);
   int8_t* codes = reinterpret_cast<int8_t*>(out + 2);
   vi sum = vi{};
   for (int64_t i = 0; i < inputs; i += kLanes) {
     const vf nearest = (load_some(x, i, inputs) * inverse + 12582912.0f) - 12582912.0f;
-    const vi code = __builtin_convertvector(nearest, vi);
-    const vb bytes = __builtin_convertvector(code, vb);
+    const vi code = convert<vi>(nearest);
+    int8_t bytes[kLanes];
+    store_bytes(bytes, code);
     const int64_t left = (inputs - i + 3) / 4 * 4;
     sum += code;
-    __builtin_memcpy(codes + i, &bytes, left < kLanes ? left : kLanes);
+    __builtin_memcpy(codes + i, bytes, left < kLanes ? left : kLanes);
   }
   int32_t zero = 0;
-  for (int i = 0; i < kLanes; ++i) zero -= 128 * sum[i];
+  for (int i = 0; i < kLanes; ++i) zero -= 128 * lane(sum, i);
   out[0] = largest / 127.0f + total(wrong);
   __builtin_memcpy(out + 1, &zero, sizeof zero);
 }
@@ -267,10 +240,13 @@ static void linear_tile(const float* x, int64_t ldx, const Packed& w, int64_t fi
     const int64_t left = columns - column;
     for (int r = 0; r < R; ++r) {
       float* to = y + r * ldy + column;
-      if (left >= kLanes)
+      if (left >= kLanes) {
         store(to, acc[r][c]);
-      else
-        for (int64_t j = 0; j < left; ++j) to[j] = acc[r][c][j];
+      } else {
+        float some[kLanes];
+        store(some, acc[r][c]);
+        __builtin_memcpy(to, some, left * sizeof(float));
+      }
     }
   }
 }
@@ -307,12 +283,13 @@ static void linear_across(const float* x, int64_t ldx, const Packed& w, int64_t 
   }
 }
 
-// Column blocks first..last in the widest pieces that stay within a panel and, with the rows, within the registers. One row or two of a
+// Column blocks first..last in the widest pieces that stay within a panel and, with the rows, within so many registers. One row or two of a
 // piece that is less than a panel would wait for their own sums, so it goes together with a piece of the next panel.
-static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, int64_t last, float* y,
-                   int64_t ldy, int64_t columns) {
-  constexpr int Wide = kTileRegisters / 4 > 0 ? kTileRegisters / 4 : 1, Narrow = kTileRegisters / 2;
-  constexpr int Across = kTileRegisters / (2 * kPanel) < 2 ? kTileRegisters / (2 * kPanel) : 2;
+template <int Registers>
+static void linear_within(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, int64_t last, float* y,
+                          int64_t ldy, int64_t columns) {
+  constexpr int Wide = Registers / 4, Narrow = Registers / 2;
+  constexpr int Across = Registers / (2 * kPanel) < 2 ? Registers / (2 * kPanel) : 2;
   for (int64_t b = first; b < last;) {
     const int64_t left = (last < b / kPanel * kPanel + kPanel ? last : b / kPanel * kPanel + kPanel) - b;
     const int64_t rest = last - b - left < kPanel ? last - b - left : kPanel;
@@ -324,7 +301,7 @@ static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, i
           linear_across<1>(x, ldx, w, b, left, rest, y, ldy, columns);
       }
       b += left + rest;
-    } else if (left == 4 && (rows <= Wide || Narrow < 4)) {
+    } else if (left == 4 && rows <= Wide) {
       linear_rows<Wide, 4>(x, ldx, rows, w, b, y, ldy, columns);
       b += 4;
     } else if (left >= 2) {
@@ -335,6 +312,16 @@ static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, i
       b += 1;
     }
   }
+}
+
+// Weights that are unpacked take registers of their own.
+static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, int64_t first, int64_t last, float* y,
+                   int64_t ldy, int64_t columns) {
+  constexpr int Coded = kTileRegisters < 8 ? 4 : kTileRegisters;
+  if (w.form == Form::kFloat)
+    linear_within<kTileRegisters>(x, ldx, rows, w, first, last, y, ldy, columns);
+  else
+    linear_within<Coded>(x, ldx, rows, w, first, last, y, ldy, columns);
 }
 
 template <int R>
@@ -349,17 +336,10 @@ V4_INLINE void score_tile(const float* const* keys, const float* query, const fl
 }
 
 static void scores(const float* const* keys, int64_t num_keys, const float* query, const float* mask, float* to, int64_t dim) {
-  constexpr int R = kTileRegisters < 8 ? kTileRegisters : 8;
+  constexpr int R = kTileRegisters < 8 ? kTileRegisters - 2 : 8;
   int64_t k = 0;
   for (; k + R <= num_keys; k += R) score_tile<R>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
   for (; k < num_keys; ++k) score_tile<1>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
-}
-
-// Halves added until one lane is left: short chains of sums, in one order.
-V4_INLINE float paired_total(vf v) {
-  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int step = 8; step > 0; step /= 2) v += __builtin_shuffle(v, lane ^ step);
-  return v[0];
 }
 
 static void add_weighted(const float* scores, int64_t num_keys, const float* weights, float* to) {
@@ -385,7 +365,7 @@ V4_INLINE void value_tile(const AttentionGroup& g, int64_t row, int64_t column, 
 
 template <int C>
 V4_INLINE void value_columns(const AttentionGroup& g, int64_t column, const float* inverse) {
-  constexpr int R = kTileRegisters / C < 4 ? kTileRegisters / C : 4;
+  constexpr int R = kTileRegisters < 8 ? kTileRegisters - 2 : 4;
   int64_t row = 0;
   for (; row + R <= g.rows; row += R) value_tile<R, C>(g, row, column, inverse);
   for (; row < g.rows; ++row) value_tile<1, C>(g, row, column, inverse);
@@ -406,7 +386,8 @@ static void attention(const AttentionGroup& g) {
   float inverse[kLanes];
   store(inverse, 1.0f / sum);
   int64_t column = 0;
-  for (; column + 4 * kLanes <= g.head_dim; column += 4 * kLanes) value_columns<4>(g, column, inverse);
+  if constexpr (kTileRegisters >= 16)
+    for (; column + 4 * kLanes <= g.head_dim; column += 4 * kLanes) value_columns<4>(g, column, inverse);
   for (; column < g.head_dim; column += kLanes) value_columns<1>(g, column, inverse);
 }
 
@@ -527,8 +508,8 @@ V4_INLINE Pool pool_of(const float* row, int64_t dim, int64_t c) { return {load(
 // Two pools as one. What is pooled one row after another is the same to the bit however it was cut into calls.
 V4_INLINE Pool joined(Pool a, Pool b) {
   const vf ahead = b.score - a.score;
-  const vf e = vexp(ahead > 0.0f ? -ahead : ahead), most = 1.0f / (1.0f + e), least = e * most;
-  const vf share_a = ahead > 0.0f ? least : most, share_b = ahead > 0.0f ? most : least;
+  const vf e = vexp(select(ahead > 0.0f, -ahead, ahead)), most = 1.0f / (1.0f + e), least = e * most;
+  const vf share_a = select(ahead > 0.0f, least, most), share_b = select(ahead > 0.0f, most, least);
   return {vmax(a.score, b.score) + vlog1p(e), a.value * share_a + b.value * share_b};
 }
 
@@ -568,7 +549,7 @@ static int64_t next_above(const float* x, int64_t from, int64_t count, float flo
   for (; from + kLanes <= count; from += kLanes) {
     const vi above = load(x + from) > floor;
     int32_t any = 0;
-    for (int i = 0; i < kLanes; ++i) any |= above[i];
+    for (int i = 0; i < kLanes; ++i) any |= lane(above, i);
     if (any) break;
   }
   while (from < count && !(x[from] > floor)) ++from;

@@ -4,7 +4,8 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
 #define V4_NAME "avx512"
 namespace v4tree::avx512 {
-constexpr int kTileRegisters = 24;
+constexpr int kRegister = 16, kTileRegisters = 24;
+#include "vectors.inl"
 #include "kernels.inl"
 }  // namespace v4tree::avx512
 #endif

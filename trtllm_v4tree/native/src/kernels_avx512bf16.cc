@@ -7,7 +7,8 @@
 #define V4_BF16_DOT
 #define V4_BYTE_DOT
 namespace v4tree::avx512bf16 {
-constexpr int kTileRegisters = 24;
+constexpr int kRegister = 16, kTileRegisters = 24;
+#include "vectors.inl"
 #include "kernels.inl"
 }  // namespace v4tree::avx512bf16
 #endif

@@ -6,7 +6,8 @@
 #define V4_NAME "avx512vnni"
 #define V4_BYTE_DOT
 namespace v4tree::avx512vnni {
-constexpr int kTileRegisters = 24;
+constexpr int kRegister = 16, kTileRegisters = 24;
+#include "vectors.inl"
 #include "kernels.inl"
 }  // namespace v4tree::avx512vnni
 #endif
