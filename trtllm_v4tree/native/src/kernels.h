@@ -78,6 +78,8 @@ struct Kernels {
   float (*mean_square)(const float* x, int64_t count);
   // out[i] = sum_j a[j] x[j * stride + i]
   void (*mix)(const float* x, int64_t stride, const float* a, int64_t terms, float* out, int64_t count);
+  // Streams after a block: result[k] = post[k] out + sum_j comb[j, k] streams[j], k and j below m (8 at most), each [dim].
+  void (*spread)(const float* streams, const float* out, const float* post, const float* comb, int64_t m, int64_t dim, float* result);
   // Per-channel softmax pool of rows by pointer, scores at row[c], values at row[dim + c]: the first `first` rows one after another, the
   // `second` rows behind them likewise, then the two results.
   void (*pool)(const float* const* rows, int64_t first, int64_t second, int64_t dim, float* out);

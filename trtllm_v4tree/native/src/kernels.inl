@@ -169,6 +169,13 @@ V4_INLINE vf load_some(const float* x, int64_t i, int64_t count) {
   return load(rest);
 }
 
+V4_INLINE void store_some(float* x, int64_t i, int64_t count, vf v) {
+  float some[kLanes];
+  if (i + kLanes <= count) return store(x + i, v);
+  store(some, v);
+  __builtin_memcpy(x + i, some, (count - i) * sizeof(float));
+}
+
 // A row in 8 bits: its scale (no number, if a value is none or infinite), -128 times the sum of its codes, which makes up for the zero of
 // the weights, and the codes, four to a word.
 static void encode_bytes(const float* x, int64_t inputs, float* out) {
@@ -240,13 +247,7 @@ static void linear_tile(const float* x, int64_t ldx, const Packed& w, int64_t fi
     const int64_t left = columns - column;
     for (int r = 0; r < R; ++r) {
       float* to = y + r * ldy + column;
-      if (left >= kLanes) {
-        store(to, acc[r][c]);
-      } else {
-        float some[kLanes];
-        store(some, acc[r][c]);
-        __builtin_memcpy(to, some, left * sizeof(float));
-      }
+      store_some(to, 0, left, acc[r][c]);
     }
   }
 }
@@ -486,6 +487,27 @@ static void mix(const float* x, int64_t stride, const float* a, int64_t terms, f
   }
 }
 
+// With an m that the compiler knows the streams are read once.
+V4_INLINE void spread_of(const float* streams, const float* out, const float* post, const float* comb, int m, int64_t dim, float* result) {
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    vf x[8];
+    for (int j = 0; j < m; ++j) x[j] = load_some(streams + j * dim, i, dim);
+    const vf own = load_some(out, i, dim);
+    for (int k = 0; k < m; ++k) {
+      vf sum = comb[k] * x[0];
+      for (int j = 1; j < m; ++j) sum += comb[j * m + k] * x[j];
+      store_some(result + k * dim, i, dim, sum + post[k] * own);
+    }
+  }
+}
+
+static void spread(const float* streams, const float* out, const float* post, const float* comb, int64_t m, int64_t dim, float* result) {
+  if (m == 4)
+    spread_of(streams, out, post, comb, 4, dim, result);
+  else
+    spread_of(streams, out, post, comb, static_cast<int>(m), dim, result);
+}
+
 // log(1 + e) for e in [0, 1], as 2 atanh(e / (2 + e)): absolute error below 1e-7.
 V4_INLINE vf vlog1p(vf e) {
   const vf t = e / (2.0f + e), t2 = t * t;
@@ -557,5 +579,5 @@ static int64_t next_above(const float* x, int64_t from, int64_t count, float flo
 }
 
 extern const Kernels table;
-const Kernels table = {V4_NAME, words, encode, linear, attention, scores, add_weighted, sinkhorn, swiglu, add, sigmoid, rms_norm, mean_square,
-                       mix,     pool,     fold,     log_sum_exp, next_above};
+const Kernels table = {V4_NAME,  words,   encode,   linear,      attention, scores, add_weighted, sinkhorn, swiglu,      add,
+                       sigmoid,  rms_norm, mean_square, mix,    spread,    pool,   fold,         log_sum_exp, next_above};

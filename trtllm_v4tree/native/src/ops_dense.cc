@@ -101,15 +101,8 @@ void HyperMix::mix(const Context& ctx, const Tensor& streams, size_t at, size_t 
 }
 
 void post_mix(const Spread& s, int64_t r, float* result) {
-  for (int64_t k = 0; k < s.m; ++k) {
-    float gains[8];
-    for (int64_t j = 0; j < s.m; ++j) gains[j] = s.comb[(r * s.m + j) * s.m + k];
-    float* to = result + (r * s.m + k) * s.dim;
-    kernels().mix(s.streams + r * s.m * s.dim, s.dim, gains, s.m, to, s.dim);
-    const float share = s.post[r * s.m + k];
-    const float* o = s.out + r * s.dim;
-    for (int64_t i = 0; i < s.dim; ++i) to[i] += share * o[i];
-  }
+  const int64_t size = s.m * s.dim;
+  kernels().spread(s.streams + r * size, s.out + r * s.dim, s.post + r * s.m, s.comb + r * s.m * s.m, s.m, s.dim, result + r * size);
 }
 
 Spread spread(const Context& ctx) {

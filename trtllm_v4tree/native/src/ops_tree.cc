@@ -266,7 +266,7 @@ void TreeAttention::run(const Context& ctx) const {
   const int64_t groups = (rows + kLanes - 1) / kLanes;
   ctx.split(batch * groups, batch * groups * keys * dim, [&](int64_t from, int64_t to) {
     for (int64_t task = from; task < to; ++task) {
-      const int64_t b = task / groups, first = task % groups * kLanes, count = std::min<int64_t>(kLanes, rows - first);
+      const int64_t b = task / groups, group = task % groups, first = rows * group / groups, count = rows * (group + 1) / groups - first;
       thread_local std::vector<float> buffer;
       thread_local std::vector<const float*> seen;
       float* q = scratch(buffer, 2 * dim * kLanes + 2 * keys * kLanes + dim);
