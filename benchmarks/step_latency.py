@@ -90,6 +90,7 @@ class Cases:
         scratch, drafted = self.executor.target(step.feeds).scratch, None
         if self.shapes:
             steps, topk = self.shapes[0]
+            self.executor.prepare_draft(steps, topk)
             tokens = self.rng.integers(0, self.executor.config.vocab_size, (batch, ACCEPTED))
             tables, kept = draft_tables(self.sizes, self.sequences(batch), np.full(batch, ACCEPTED), tokens, steps)
             drafted = self.executor.draft(steps, topk, tables).scratch
