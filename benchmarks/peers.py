@@ -12,7 +12,8 @@ that was built for this processor:
 Every repeat runs every row once over the same prompts, greedily, and then times passes over eight tokens behind 300; figures are medians
 over repeats, ratios medians of the ratios within a repeat. Prefill and tokenisation are not counted. Speculation emits several tokens
 per pass; the time per token is that of the text. Ours: a pass verifies a tree of eight nodes and commits three; llama.cpp's and transformers'
-write all eight into their cache. `same text` is the share of tokens before the first one that differs from the first plain row's.
+write all eight into their cache. Run it on an idle machine: threads meet after every operator, llama.cpp's most often, and where other work
+takes a core, its figures fall first. `same text` is the share of tokens before the first one that differs from the first plain row's.
 """
 
 from __future__ import annotations
