@@ -17,7 +17,7 @@ from trtllm_v4tree.runtime.policies.fixed import FixedPolicy
 from trtllm_v4tree.runtime.policies.probes import Plan, Probes
 from trtllm_v4tree.runtime.tree import Speculation, select_nodes
 
-from .test_policy_rules import random_round
+from .test_policy_rules import random_round, usual
 
 SHAPES: tuple[Shape, ...] = ((1, 1), (2, 1), (3, 1), (5, 1), (7, 1), (2, 2), (3, 2), (4, 3))
 BATCHES, NODES = (1, 4, 16), (1, 2, 4, 8, 16)
@@ -30,6 +30,7 @@ def machine(per_node: float, per_step: float, host: float = 0.1) -> LatencyTable
         {(b, n): b**0.3 * (1 + per_node * (n - 1)) for b in BATCHES for n in NODES},
         {(s, k, b): b**0.3 * per_step * s * (1 + 0.2 * (k - 1)) for s, k in SHAPES for b in BATCHES},
         dict.fromkeys(BATCHES, host),
+        usual(SHAPES),
     )
 
 
@@ -155,6 +156,7 @@ def test_a_wrong_table_is_found_out(lie: float) -> None:
         {(b, n): ms * (lie if n > 1 else 1) for (b, n), ms in world.real.target.items()},
         {key: ms * lie for key, ms in world.real.draft.items()},
         world.real.overhead,
+        world.real.chances,
     )
     policy = made(world, table)
     world.run(policy, 4, 80)

@@ -18,6 +18,7 @@ from trtllm_v4tree.runtime.request import Phase, Request
 from trtllm_v4tree.runtime.tree import Speculation
 
 from ..harness import Built
+from .test_policy_rules import usual
 
 SHAPES = ((1, 1), (3, 2), (4, 1), (3, 3))
 MODES = ("s1_k1_d2", "s4_k1_d5", "s3_k2_d6", "s3_k3_d8", *ADAPTIVE, "auto_d4")
@@ -35,6 +36,7 @@ def table() -> LatencyTable:
         {(b, n): b * (1 + 0.1 * n) for b in batches for n in nodes},
         {(s, k, b): 0.05 * s * k * b for s, k in SHAPES for b in batches},
         dict.fromkeys(batches, 0.1),
+        usual(SHAPES),
     )
 
 

@@ -83,7 +83,7 @@ def compile_with_progress(
 ) -> Manifest:
     """The build behind a progress bar, where stderr is a terminal."""
     from trtllm_v4tree.compiler import build as compiler
-    from trtllm_v4tree.runtime.latency import measure_engine
+    from trtllm_v4tree.runtime.rehearsal import rehearse_engine
 
     columns = (
         TextColumn("{task.description:<44.44}", markup=False),
@@ -98,7 +98,7 @@ def compile_with_progress(
             progress.update(task, description=line, completed=done)
 
         def measure(directory: Path, manifest: Manifest) -> str:
-            return measure_engine(directory, manifest, show)
+            return rehearse_engine(directory, manifest, show)
 
         return compiler.build(checkpoint_dir, output_dir, options, mtp_weights, show, measure if timed else None)
 

@@ -79,7 +79,8 @@ class AutoPolicy:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.shapes, self.max_nodes = tuple(shapes), max_nodes
-        self.costs, self.lengths = Costs(table, self.shapes, max_nodes), Lengths(self.shapes, max_nodes)
+        self.costs = Costs(table, self.shapes, max_nodes)
+        self.lengths = Lengths(self.shapes, max_nodes, table.chances)
         self._seconds, self._now, self._judge, self._probes = seconds, now, Judge(), Probes()
         self.plan = Plan(PLAIN, 0, 1.0, 1.0)
         self._plans: dict[int, _Plans] = {}

@@ -7,13 +7,13 @@ the long run (a model that is wrong about it).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from trtllm_v4tree.runtime.costs import Arm
 from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Shape
-from trtllm_v4tree.runtime.policies.rules import expected_lengths, node_chances, usual_rates
+from trtllm_v4tree.runtime.policies.rules import node_chances
 
 _PRIOR, _MOST, _FORGET = 2.0, 256.0, 1 / 1024
 _DOUBT = 0.3
@@ -22,18 +22,18 @@ _LONG, _STUBBORN = 2048.0, 80.0
 
 
 class Lengths:
-    """Arrays are [draft round, nodes - 1]; a draft round that has not so many nodes emits nothing."""
+    """Starts from the engine's own `chances`. Arrays are [draft round, nodes - 1]; a draft round that has not so many nodes emits
+    nothing."""
 
-    def __init__(self, shapes: Sequence[Shape], max_nodes: int) -> None:
+    def __init__(self, shapes: Sequence[Shape], max_nodes: int, chances: Mapping[Shape, Sequence[float]]) -> None:
         self.shapes, self.max_nodes = tuple(shapes), max_nodes
         self._place = {shape: index for index, shape in enumerate(self.shapes)}
         self._inside = {shape: self._smaller(shape) for shape in self.shapes}
         self._chances = np.zeros((len(self.shapes), max_nodes))
         self._possible = np.zeros(self._chances.shape, bool)
-        rates = usual_rates(max(s for s, _ in shapes), max(k for _, k in shapes))
         for row, shape in enumerate(self.shapes):
-            usual = np.array(expected_lengths(rates, shape, max_nodes))
-            self._chances[row, : len(usual)] = np.diff(usual, prepend=0.0)
+            usual = chances[shape][:max_nodes]
+            self._chances[row, : len(usual)] = usual
             self._possible[row, 1 : len(usual)] = True
         self._weight = np.full(len(self.shapes), _PRIOR)
         self.looks = 0

@@ -9,20 +9,14 @@ import numpy as np
 from trtllm_v4tree.runtime.accept import Walk
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.policies.base import Candidates, Choice, Lists, Shape
-from trtllm_v4tree.runtime.policies.rules import (
-    best_rate,
-    expected_lengths,
-    expected_tokens,
-    shared_budgets,
-    usual_rates,
-)
+from trtllm_v4tree.runtime.policies.rules import best_rate, expected_tokens, shared_budgets
 from trtllm_v4tree.runtime.tree import Ints
 
 
 class BestFirstPolicy:
     """Best-first by path confidence until the marginal gain is below the marginal cost (as BASTION).
 
-    One draft round per batch size, the best one under the prior rates and the table; then each round as many nodes per sequence, best
+    One draft round per batch size, the best one by the table; then each round as many nodes per sequence, best
     first, as give the most tokens per millisecond if the drafter's probabilities are right.
     """
 
@@ -63,11 +57,10 @@ class SharedBudgetPolicy(BestFirstPolicy):
 
 
 def best_static(shapes: Sequence[Shape], table: LatencyTable, batch: int, max_nodes: int) -> Shape:
-    """The draft round whose best static tree emits the most tokens per millisecond under the prior rates."""
-    rates = usual_rates(max(s for s, _ in shapes), max(k for _, k in shapes))
+    """The draft round whose best nodes usually emit the most tokens per millisecond."""
 
     def rate(shape: Shape) -> float:
-        lengths = np.array(expected_lengths(rates, shape, max_nodes))
+        lengths = np.cumsum(table.chances[shape][:max_nodes])
         fixed = table.draft_ms(*shape, batch) + table.overhead_ms(batch)
         return float((lengths / (fixed + table.target_curve(batch, len(lengths)))).max())
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
 from trtllm_v4tree.runtime.calibration import CandidateShape
-from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Shape, candidates_of
+from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Shape
 from trtllm_v4tree.runtime.tree import Ints
-
-_FIRST, _NEXT_RANK, _NEXT_DEPTH = 0.6, 0.25, 0.95
 
 
 def above(parents: Ints, values: Floats, root: float) -> Floats:
@@ -66,12 +63,6 @@ def shared_budgets(probabilities: Floats, verify_ms: Floats, fixed_ms: float) ->
     return 1 + np.bincount(taken // width, minlength=batch).astype(np.int64)
 
 
-def usual_rates(steps: int, topk: int) -> Floats:
-    """Acceptance of a child given its accepted parent, before anything was seen: [depth, rank]. Rank r at depth 1 has 0.6 / 4^r, every
-    deeper level 0.95 of the level above."""
-    return _FIRST * _NEXT_DEPTH ** np.arange(steps)[:, None] * _NEXT_RANK ** np.arange(topk)
-
-
 def node_chances(
     candidates: Candidates, probabilities: Floats, shape: Shape, inside: Sequence[Shape], max_nodes: int
 ) -> Floats:
@@ -100,27 +91,6 @@ def _widths(parents: Ints, shape: Shape) -> Ints:
         level = slice(first, first + topk * topk)
         widths[:, level] = np.maximum(widths[:, level], widths[rows, parents[:, level]])
     return widths
-
-
-def expected_lengths(rates: Floats, shape: Shape, max_nodes: int) -> list[float]:
-    """Tokens a pass emits with the best static tree of 1, 2, .. nodes of a shape: 1 + sum of path probabilities.
-
-    rates [depth, rank]: acceptance of a child given its accepted parent. The best trees are nested and found greedily, since a node's
-    probability never exceeds its parent's. Entry i is for i + 1 nodes, of which there are no more than the draft round proposes.
-    """
-    steps, topk = shape
-    max_nodes = min(max_nodes, 1 + candidates_of(shape))
-    table = rates[:steps, :topk].tolist()
-    totals = [1.0]
-    heap = [(-p, 1) for p in table[0]]
-    heapq.heapify(heap)
-    while heap and len(totals) < max_nodes:
-        negative, depth = heapq.heappop(heap)
-        totals.append(totals[-1] - negative)
-        if depth < steps:
-            for p in table[depth]:
-                heapq.heappush(heap, (negative * p, depth + 1))
-    return totals
 
 
 def entropy(log_probs: Floats) -> Floats:

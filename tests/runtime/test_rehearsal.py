@@ -1,0 +1,86 @@
+"""The rehearsal of a new engine: its table against counts and times made by hand, and on a small engine from end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from trtllm_v4tree.runtime import rehearsal
+from trtllm_v4tree.runtime.policies.base import candidates_of
+from trtllm_v4tree.runtime.rehearsal import _chances, _Round, _rows, _table, rehearse
+
+from ..harness import Built
+from .test_policy_rules import random_round
+
+SHAPES = ((1, 1), (3, 2), (2, 2))
+
+
+def rounds(count: int, batch: int = 3) -> list[_Round]:
+    """Draft rounds of s3_k2 with few different tokens, and texts that follow them sometimes; one text ends early."""
+    rng, made = np.random.default_rng(0), []
+    for _ in range(count):
+        drafted = random_round(rng, (3, 2), batch)
+        drafted = drafted._replace(tokens=np.tile([5, 6, 5, 6, 5, 6, 5, 6, 5, 6], (batch, 1)))
+        texts = [rng.integers(5, 8, 9).tolist() for _ in range(batch)]
+        made.append(_Round((3, 2), 4, {"verify": 1.0}, texts, [2, 4, 7][:batch], drafted))
+    return made
+
+
+def test_chances_are_how_often_the_text_went_on_as_the_best_nodes_have_it() -> None:
+    many = rounds(200)
+    counted, weight = np.zeros(4), 0
+    for r in many:
+        assert r.candidates is not None
+        for row, text in enumerate(r.texts[:2]):
+            up, weight = r.candidates.parents[row], weight + 1
+            ahead, came = text[r.places[row] :], {-1: 0}
+            for c, token in enumerate(r.candidates.tokens[row].tolist()):
+                depth = came.get(int(up[c]))
+                if depth is not None and token == ahead[depth]:
+                    came[c] = depth + 1
+            best = np.argsort(-r.candidates.scores[row])[:3].tolist()
+            counted[1:] += [c in came for c in best]
+    found = _chances(many, SHAPES, 4)
+    assert found[3, 2][0] == 1.0
+    np.testing.assert_allclose(found[3, 2][1:], (counted[1:] + 0.5) / (weight + 1))
+    assert [len(found[s]) for s in SHAPES] == [2, 4, 4]
+
+
+def test_times_are_those_of_undisturbed_rounds_and_more_never_takes_less() -> None:
+    one = rounds(1, 1)[0]
+
+    def took(shape: tuple[int, int] | None, nodes: int, verify: float, host: float) -> list[_Round]:
+        phases = [{"verify": verify * x, "host": host * x, "draft": 0.0} for x in (1.0, 1.0, 1.0, 9.0)]
+        return [one._replace(shape=shape, nodes=nodes, took=own, candidates=None) for own in phases]
+
+    own = took(None, 1, 1.0, 0.2) + took((1, 1), 2, 2.0, 0.5) + took((2, 2), 4, 3.0, 1.2) + took((3, 2), 6, 2.5, 1.0)
+    table = _table({1: own}, SHAPES, 6)
+    assert table.target == {(1, 1): 1.0, (1, 2): 2.0, (1, 4): 2.5, (1, 6): 2.5}
+    assert table.overhead == {1: pytest.approx(0.2)}
+    assert table.draft == {(1, 1, 1): pytest.approx(0.3), (2, 2, 1): pytest.approx(0.8), (3, 2, 1): pytest.approx(0.8)}
+
+
+def test_a_copy_of_rows_stays_as_it_is() -> None:
+    drafted = random_round(np.random.default_rng(1), (2, 2), 3)
+    kept, scores = _rows(drafted, slice(None)), drafted.scores.copy()
+    drafted.scores[:] = 0.0
+    np.testing.assert_array_equal(kept.scores, scores)
+
+
+def test_an_engine_is_timed_by_batch_and_leaves_nothing_behind(
+    tiny: Callable[[str], Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "_PASSES", (1, 1))
+    executor = tiny("w16").driver.executor
+    said: list[str] = []
+    table = rehearse(executor, lambda line, done: said.append(line))
+    sizes, shapes = executor.sizes, executor.draft_shapes
+    assert said[0] == "writing text" and said[-1] == f"timing batch {sizes.max_batch_size}"
+    assert {b for b, n in table.target if n == 1} == set(table.overhead) == {1, sizes.max_batch_size}
+    assert set(table.draft) == {(*shape, b) for shape in shapes for b in table.overhead}
+    assert min(*table.target.values(), *table.overhead.values()) > 0
+    for shape, own in table.chances.items():
+        assert len(own) == min(sizes.max_verify_tokens, 1 + candidates_of(shape)) and own[0] == 1.0
+        assert all(0 < p <= 1 for p in own)
