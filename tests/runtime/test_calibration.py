@@ -195,8 +195,9 @@ def test_costs_follow_the_machine() -> None:
     for number in range(160):
         speed = 1 + 0.5 * np.sin(number / 25)
         for arm, ms in [(PLAIN, 2.3), (PLAIN, 2.3), (PLAIN, 2.3), *((arm, truth(arm)) for arm in arms)]:
-            hiccup = 20 if number == 100 else 1
-            costs.saw(4, arm, ms * speed * rng.normal(1, 0.03) * hiccup, 5)
+            times = ms * speed * rng.normal(1, 0.05, 5)
+            times[0] *= 20 if number == 100 else 1
+            costs.saw(4, arm, times.tolist())
         costs.age()
     rounds = costs.rounds_ms(4) / costs.plain_ms(4)
     assert rounds[0, 1] == pytest.approx(truth(arms[0]) / 2.3, rel=0.1)
@@ -209,12 +210,12 @@ def test_costs_follow_the_machine() -> None:
 def test_a_machine_that_slows_down_does_not_change_what_arms_cost_each_other() -> None:
     costs, arm = Costs(table(), ((1, 1), (3, 1)), 8), Arm((3, 1), 4)
     for speed in [1.0] * 20 + [3.0] * 20:
-        costs.saw(1, PLAIN, 1.1 * speed, 32)
+        costs.saw(1, PLAIN, [1.1 * speed] * 32)
         before = costs.rounds_ms(1)[1, 3] / costs.plain_ms(1)
     assert before == pytest.approx(2.0 / 1.1)
     assert costs.plain_ms(1) == pytest.approx(3.3, rel=0.01)
     doubts = costs.doubts(1)[1, 3]
-    costs.saw(1, arm, 2.0 * 3.0, 8)
+    costs.saw(1, arm, [2.0 * 3.0] * 8)
     assert costs.doubts(1)[1, 3] < doubts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -48,18 +49,21 @@ def test_chances_are_how_often_the_text_went_on_as_the_best_nodes_have_it() -> N
     assert [len(found[s]) for s in SHAPES] == [2, 4, 4]
 
 
-def test_times_are_those_of_undisturbed_rounds_and_more_never_takes_less() -> None:
-    one = rounds(1, 1)[0]
+def test_times_are_means_and_noise_is_smoothed() -> None:
+    """Rounds of 0.5 + 0.1 ms per node, drafts of 0.2 ms a step; the host takes 0.2 ms, and 0.3 ms more beside a draft."""
+    one, rng = rounds(1, 1)[0], np.random.default_rng(3)
+    shapes = [(s, k) for s in range(1, 8) for k in (1, 2, 3)]
 
-    def took(shape: tuple[int, int] | None, nodes: int, verify: float, host: float) -> list[_Round]:
-        phases = [{"verify": verify * x, "host": host * x, "draft": 0.0} for x in (1.0, 1.0, 1.0, 9.0)]
+    def took(shape: tuple[int, int] | None, nodes: int, host: float) -> list[_Round]:
+        phases = [{"verify": (0.5 + 0.1 * nodes) * x, "host": host * x} for x in rng.gamma(4.0, 0.25, 400)]
         return [one._replace(shape=shape, nodes=nodes, took=own, candidates=None) for own in phases]
 
-    own = took(None, 1, 1.0, 0.2) + took((1, 1), 2, 2.0, 0.5) + took((2, 2), 4, 3.0, 1.2) + took((3, 2), 6, 2.5, 1.0)
-    table = _table({1: own}, SHAPES, 6)
-    assert table.target == {(1, 1): 1.0, (1, 2): 2.0, (1, 4): 2.5, (1, 6): 2.5}
-    assert table.overhead == {1: pytest.approx(0.2)}
-    assert table.draft == {(1, 1, 1): pytest.approx(0.3), (2, 2, 1): pytest.approx(0.8), (3, 2, 1): pytest.approx(0.8)}
+    drafted = [took(shape, nodes, 0.5 + 0.2 * shape[0]) for shape in shapes for nodes in (2, 4, 8)]
+    table = _table({1: list(itertools.chain(took(None, 1, 0.2), *drafted))}, shapes, 8)
+    for nodes in (2, 4, 8):
+        assert table.target_ms(1, nodes) == pytest.approx(0.5 + 0.1 * nodes, rel=0.06)
+    for steps, topk in shapes:
+        assert table.draft_ms(steps, topk, 1) == pytest.approx(0.3 + 0.2 * steps, rel=0.15)
 
 
 def test_a_copy_of_rows_stays_as_it_is() -> None:

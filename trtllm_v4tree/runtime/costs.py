@@ -4,6 +4,9 @@ The table was measured when the engine was built, with another load, perhaps wit
 round compare, so they are compared where they meet: the arm in use sets the level of the machine, which moves within seconds, and rounds
 of another arm between its rounds say by how much the table is wrong about the two. Errors are kept as logarithms, one for drafting at
 all, one for each draft round and one for each number of nodes, each with its own doubt (a Kalman filter with independent parts).
+
+Beside other programs most plain rounds run undisturbed and a few take very long, while longer rounds are all disturbed: their medians say
+nothing about tokens per second. So stretches count by their means, and by as much as their rounds are alike.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from trtllm_v4tree.runtime.latency import LatencyTable
 
 Floats = NDArray[np.float64]
 _FOLLOWS, _SETTLED = 0.5, 2
-_NOISE, _ROUND_NOISE, _WILD = 0.01, 0.04, 2.0
-_DRAFTING, _PART = 0.25, 0.002
-_DRIFT, _NEW = (1 / 1024, 1 / 64), 0.25
+_NOISE, _SCATTER, _MEMORY, _WILD, _ALARM = 0.005, 0.04, 0.1, 2.0, 2.0
+_DRAFTING, _PART = 0.1, 0.002
+_DRIFT, _NEW = (1 / 512, 1 / 64), 0.25
 
 
 class Arm(NamedTuple):
@@ -63,16 +66,17 @@ class Costs:
         """The same of drafting at all against plain decoding."""
         return math.sqrt(self._bucket(batch).variances[0])
 
-    def saw(self, batch: int, arm: Arm, ms: float, rounds: int) -> None:
-        """A stretch of rounds of an arm, each of which took so long."""
-        log_ratio = math.log(max(ms, 1e-6) / self._table_ms(batch, arm))
-        self._bucket(batch).saw(arm, self._parts(arm), log_ratio, _NOISE + _ROUND_NOISE / rounds)
+    def saw(self, batch: int, arm: Arm, times: Sequence[float]) -> None:
+        """A stretch of rounds of an arm: milliseconds of each, two at least."""
+        log_ratio = math.log(max(float(np.mean(times)), 1e-6) / self._table_ms(batch, arm))
+        own = self._bucket(batch)
+        own.saw(arm, self._parts(arm), log_ratio, _NOISE + own.scatter_with(times) / len(times))
 
     def age(self) -> None:
         """Time has passed: what was measured may have changed."""
         for bucket in self._buckets.values():
             bucket.variances = [
-                min(v + d, p) for v, d, p in zip(bucket.variances, self._drift, self._prior, strict=True)
+                max(v, min(v + d, p)) for v, d, p in zip(bucket.variances, self._drift, self._prior, strict=True)
             ]
 
     def _bucket(self, batch: int) -> _Bucket:
@@ -109,7 +113,7 @@ class _Bucket:
 
     def __init__(self, errors: list[float], variances: list[float]) -> None:
         self.errors, self.variances = errors, variances
-        self.level = 0.0
+        self.level, self._scatter = 0.0, _SCATTER
         self._reference: Arm | None = None
         self._parts: tuple[int, ...] = ()
         self._other, self._in_a_row = PLAIN, 0
@@ -128,9 +132,15 @@ class _Bucket:
         if self._in_a_row >= _SETTLED or self._reference is None:
             self._reference, self._parts = arm, parts
 
+    def scatter_with(self, times: Sequence[float]) -> float:
+        """Variance of a round over its squared mean, lately or in these rounds, whichever is larger."""
+        own = float(np.var(times, ddof=1) / np.mean(times) ** 2)
+        self._scatter += _MEMORY * (own - self._scatter)
+        return max(own, self._scatter)
+
     def _correct(self, parts: tuple[int, ...], surprise: float, noise: float) -> None:
         """Shares a surprise among the errors in which an arm differs from the reference; what that one takes was no surprise.
-        A wild one counts in part and leaves the doubt: perhaps the machine hiccupped, perhaps the table is far off."""
+        A wild one counts in part and adds to the doubt: perhaps the machine hiccupped, perhaps the table is far off."""
         own = [part for part in parts if part not in self._parts]
         others = [part for part in self._parts if part not in parts]
         total = noise + sum(self.variances[part] for part in own + others)
@@ -140,7 +150,7 @@ class _Bucket:
         for sign, part in signed:
             gain = self.variances[part] / total
             self.errors[part] += sign * gain * surprise
-            self.variances[part] *= 1 if wild else 1 - gain
+            self.variances[part] *= _ALARM if wild else 1 - gain
             self.level += gain * surprise if sign < 0 else 0.0
 
 

@@ -8,6 +8,7 @@ it and then greedy: in such text a drafter is followed about as often as in answ
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ _BATCHES = (1, 4, 16, 64)
 _NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
 _TEXTS, _SAMPLED, _GREEDY = 16, 96, 48
 """Texts, how many tokens of each are sampled, and how many then follow: small models repeat themselves in long greedy text."""
-_PLAIN_COLD, _PLAIN_ROUNDS, _COLD, _ROUNDS = 3, 9, 1, 3
+_PLAIN_EVERY, _PLAIN_COLD, _PLAIN_ROUNDS, _COLD, _ROUNDS = 8, 3, 9, 1, 3
 _PASSES, _ENOUGH_SECONDS = (2, 12), 3.0
 Report = Callable[[str, float], None]
 _Sizes = TypeVar("_Sizes", bound=tuple[int, ...])
@@ -136,13 +137,21 @@ def _rehearse_batch(stage: _Stage, batch: int) -> list[_Round]:
     for number in range(_PASSES[1]):
         if number >= _PASSES[0] and time.perf_counter() - began > _ENOUGH_SECONDS:
             break
-        plain = _Arm(None, 1)
-        rounds += [stage.round(batch, plain) for _ in range(_PLAIN_COLD + _PLAIN_ROUNDS)][_PLAIN_COLD:]
-        for index in rng.permutation(len(shapes)).tolist():
-            nodes = _nodes_of(shapes[index], most)
-            arm = _Arm(shapes[index], nodes[(index + number) % len(nodes)])
-            rounds += [stage.round(batch, arm) for _ in range(_COLD + _ROUNDS)][_COLD:]
+        for arm in _arms(shapes, most, number, rng):
+            cold, counted = (_COLD, _ROUNDS) if arm.drafts else (_PLAIN_COLD, _PLAIN_ROUNDS)
+            rounds += [stage.round(batch, arm) for _ in range(cold + counted)][cold:]
     return rounds
+
+
+def _arms(shapes: Sequence[Shape], most: int, number: int, rng: np.random.Generator) -> list[_Arm]:
+    """One pass: every draft round in some order, with other nodes than in the pass before, and plain decoding between some."""
+    arms = [_Arm(None, 1)]
+    for place, index in enumerate(rng.permutation(len(shapes)).tolist(), 1):
+        nodes = _nodes_of(shapes[index], most)
+        arms.append(_Arm(shapes[index], nodes[(index + number) % len(nodes)]))
+        if place % _PLAIN_EVERY == 0:
+            arms.append(_Arm(None, 1))
+    return arms
 
 
 def _nodes_of(shape: Shape, most: int) -> list[int]:
@@ -152,33 +161,33 @@ def _nodes_of(shape: Shape, most: int) -> list[int]:
 
 def _table(rounds: Mapping[int, list[_Round]], shapes: Sequence[Shape], max_nodes: int) -> LatencyTable:
     """What the host and the commit take longer than in a plain round is counted with the draft."""
-    target, rest = defaultdict(list), defaultdict(list)
+    target, draft, overhead = dict[tuple[int, int], float](), dict[tuple[int, int, int], float](), dict[int, float]()
     for batch, own in rounds.items():
+        verify, rest = defaultdict(list), defaultdict(list)
         for r in own:
-            target[batch, r.nodes].append(r.took["verify"])
-            rest[(*(r.shape or (0, 0)), batch)].append(sum(r.took.values()) - r.took["verify"])
-    plain = {batch: _undisturbed(rest.pop((0, 0, batch))) for batch in rounds}
-    draft = {key: max(0.0, _undisturbed(ms) - plain[key[2]]) for key, ms in rest.items()}
+            verify[r.nodes].append(r.took["verify"])
+            rest[r.shape].append(sum(r.took.values()) - r.took["verify"])
+        overhead[batch], target[batch, 1] = statistics.fmean(rest.pop(None)), statistics.fmean(verify.pop(1))
+        target |= {(batch, nodes): ms for (nodes,), ms in _smooth({(n,): ms for n, ms in verify.items()}).items()}
+        drafts = _smooth({shape: ms for shape, ms in rest.items() if shape is not None})
+        draft |= {(s, k, batch): max(0.0, ms - overhead[batch]) for (s, k), ms in drafts.items()}
     every = [r for own in rounds.values() for r in own]
-    return LatencyTable(
-        _rising({key: _undisturbed(ms) for key, ms in target.items()}),
-        _rising(draft),
-        plain,
-        _chances(every, shapes, max_nodes),
-    )
+    return LatencyTable(target, draft, overhead, _chances(every, shapes, max_nodes))
 
 
-def _undisturbed(ms: list[float]) -> float:
-    """Lower quartile: what the machine takes when other programs leave it alone."""
-    return sorted(ms)[len(ms) // 4]
-
-
-def _rising(ms: Mapping[_Sizes, float]) -> dict[_Sizes, float]:
-    """What is no smaller in anything takes no less: the rest is noise."""
-    return {
-        key: min(own for larger, own in ms.items() if all(x >= y for x, y in zip(larger, key, strict=True)))
-        for key in ms
-    }
+def _smooth(times: Mapping[_Sizes, list[float]]) -> dict[_Sizes, float]:
+    """Means, since beside other programs they keep their proportions where medians do not; for each of them the plane through those of
+    similar sizes (within an octave or so), since they are noisy."""
+    sizes = np.array(list(times), np.float64)
+    ms, counts = np.array([statistics.fmean(own) for own in times.values()]), [len(own) for own in times.values()]
+    found = {}
+    for key, size in zip(times, sizes, strict=True):
+        weights = np.sqrt(counts * np.exp(-0.5 * np.square(np.log2(sizes / size)).sum(axis=1)))
+        inputs = np.column_stack([np.ones(len(sizes)), sizes - size])
+        found[key] = max(
+            float(np.linalg.lstsq(inputs * weights[:, None], ms * weights, rcond=None)[0][0]), 0.5 * ms.min()
+        )
+    return found
 
 
 def _chances(rounds: list[_Round], shapes: Sequence[Shape], max_nodes: int) -> dict[Shape, list[float]]:

@@ -31,7 +31,7 @@ from trtllm_v4tree.runtime.tree import Ints
 
 _SHORT, _LONG, _SHORT_ONES = 4, 32, 16
 _LOYALTY, _KIND_LOYALTY = 1.005, 1.01
-_LOOK_EVERY, _WIDE_LOOKS, _WIDE_EVERY, _MOST_ROWS = 64, 8, 4, 8
+_LOOKS_FIRST, _LOOK_EVERY, _WIDE_EVERY, _MOST_ROWS = 8, 64, 4, 8
 _NEW_TEXT = 0.5
 _WARM, _PLAIN_TURN, _PATIENCE = 3, 4, 4
 _PAUSE, _LONG_PAUSE = 96, 128
@@ -123,12 +123,12 @@ class AutoPolicy:
     # ---------------------------------------------------------------- looks
 
     def _look_every(self) -> int:
-        return min(_LOOK_EVERY, 1 + self.lengths.looks // 2)
+        return min(_LOOK_EVERY, _LOOKS_FIRST + self.lengths.looks // 2)
 
     def _start_look(self) -> None:
         """Some looks go to a wide draft round, which tells of many others."""
         self._looks = True
-        if self.lengths.looks < _WIDE_LOOKS or self.lengths.looks % _WIDE_EVERY == 0:
+        if self.lengths.looks % _WIDE_EVERY == 0:
             self._shape = self._plans[self._stretch.plan.batch].wide
 
     def _look(self, candidates: Candidates) -> None:
@@ -191,9 +191,9 @@ class AutoPolicy:
             self.lengths.see(plan.arm, stretch.tokens, stretch.walks)
         if len(stretch.ms) < cold + 2:
             return False
-        typical = statistics.median(stretch.ms[cold:])
+        typical = statistics.fmean(stretch.ms[cold:])
         plain_ms = self.costs.plain_ms(plan.batch)
-        self.costs.saw(plan.batch, plan.arm, typical, len(stretch.ms) - cold)
+        self.costs.saw(plan.batch, plan.arm, stretch.ms[cold:])
         if stretch.switch:
             self._probes.switched((sum(stretch.ms[:cold]) - cold * typical) / plain_ms)
         if not stretch.probe:

@@ -15,7 +15,7 @@ from trtllm_v4tree.runtime.costs import Arm
 from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Shape
 from trtllm_v4tree.runtime.policies.rules import node_chances
 
-_PRIOR, _MOST, _FORGET = 2.0, 256.0, 1 / 1024
+_PRIOR, _MOST, _FORGET = 16.0, 256.0, 1 / 1024
 _DOUBT = 0.3
 _LATELY, _TRUSTING = 128.0, 24.0
 _LONG, _STUBBORN = 2048.0, 80.0
