@@ -46,7 +46,7 @@ def rehearse_engine(directory: Path, manifest: Manifest, report: Report) -> str:
 
 
 def rehearse(executor: Executor, report: Report) -> LatencyTable:
-    """Of an executor that serves nobody."""
+    """Of an executor that serves nobody. A text of the rehearsal fits in one page."""
     largest = min(executor.sizes.max_batch_size, executor.sizes.num_pages - 1)
     batches = [b for b in _BATCHES if b < largest] + [largest]
     report("writing text", 0.0)
