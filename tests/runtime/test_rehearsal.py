@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from trtllm_v4tree.compiler.build import build
 from trtllm_v4tree.runtime import rehearsal
+from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
 from trtllm_v4tree.runtime.policies.base import candidates_of
 from trtllm_v4tree.runtime.rehearsal import _chances, _Round, _rows, _table, rehearse
 
+from ..conftest import OPTIONS
 from ..harness import Built
 from .test_policy_rules import random_round
 
@@ -88,3 +93,14 @@ def test_an_engine_is_timed_by_batch_and_leaves_nothing_behind(
     for shape, own in table.chances.items():
         assert len(own) == min(sizes.max_verify_tokens, 1 + candidates_of(shape)) and own[0] == 1.0
         assert all(0 < p <= 1 for p in own)
+
+
+def test_a_batch_that_takes_many_prefill_passes(
+    tiny: Callable[[str], Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sequences decode at once, however long the first ones wait for the last."""
+    monkeypatch.setattr(rehearsal, "_PASSES", (1, 1))
+    options = replace(OPTIONS, max_batch_size=12, prefill_chunk=8, draft_shapes=((3, 2),))
+    manifest = build(tiny("w16").checkpoint, tmp_path / "engine", options)
+    executor = OnnxRuntimeExecutor(tmp_path / "engine", manifest, threads=1)
+    assert set(rehearse(executor, lambda line, done: None).overhead) == {1, 4, 12}

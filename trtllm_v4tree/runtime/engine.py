@@ -183,8 +183,8 @@ class Engine:
     def num_active(self) -> int:
         return len(self._active)
 
-    def step(self) -> list[Delta]:
-        """One scheduler step: drop what was cancelled, admit, one prefill pass, one decode round."""
+    def step(self, decode: bool = True) -> list[Delta]:
+        """One scheduler step: drop what was cancelled, admit, one prefill pass, one decode round unless that is to wait."""
         self.clock.start()
         deltas = self._drop_cancelled()
         self._admit()
@@ -193,7 +193,7 @@ class Engine:
             chunk = self._chunk()
             self._in_pass = self._chunk_batch(prefilling, chunk)
             deltas += self._prefill(self._in_pass, chunk)
-        decoding = [r for r in self._active if r.phase is Phase.DECODE]
+        decoding = [r for r in self._active if decode and r.phase is Phase.DECODE]
         if decoding:
             self._in_pass = decoding
             deltas += self._decode(decoding)

@@ -110,7 +110,7 @@ class _Stage:
         self.engine.policy = arm if self.sizes.has_mtp else None
         while len(self.requests) != batch or any(r.phase is not Phase.DECODE for r in self.requests):
             self._fill(batch)
-            self.engine.step()
+            self.engine.step(decode=False)  # else the first ones could end before the last one begins
             self.requests = [r for r in self.requests if r.phase is not Phase.FINISHED]
         before, texts = dict(self.engine.clock.seconds), [r.output_ids for r in self.requests]
         places = [len(text) for text in texts]
