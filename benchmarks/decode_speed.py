@@ -96,22 +96,19 @@ class Transformers:
     def run(self, prompts: list[list[int]], max_tokens: int) -> Sample:
         tokens, seconds = 0, 0.0
         for prompt in prompts:
-            ids = self.torch.tensor([prompt])
-            options = {
-                "attention_mask": self.torch.ones_like(ids),
-                "do_sample": False,
-                "use_cache": True,
-                "eos_token_id": None,
-            }
-            first = self._time(ids, {**options, "max_new_tokens": 1})
-            seconds += self._time(ids, {**options, "max_new_tokens": max_tokens}) - first
+            _, first = self.timed(prompt, 1)
+            seconds += self.timed(prompt, max_tokens)[1] - first
             tokens += max_tokens - 1
         return Sample(tokens, seconds, 1.0, 0.0)
 
-    def _time(self, ids: object, options: dict[str, object]) -> float:
-        started = time.perf_counter()
-        self.model.generate(ids, **options)
-        return time.perf_counter() - started
+    def timed(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        """Greedy ids behind a prompt, and the seconds of the call."""
+        ids = self.torch.tensor([prompt])
+        mask, started = self.torch.ones_like(ids), time.perf_counter()
+        output = self.model.generate(
+            ids, attention_mask=mask, do_sample=False, use_cache=True, eos_token_id=None, max_new_tokens=max_tokens
+        )
+        return output[0, len(prompt) :].tolist(), time.perf_counter() - started
 
 
 def main() -> int:

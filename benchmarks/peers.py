@@ -137,18 +137,9 @@ class CachedGenerate(Transformers):
     """transformers; the first token's time is that of a second call which ends there."""
 
     def generate(self, prompt: list[int], max_tokens: int) -> Text:
-        ids = self.torch.tensor([prompt])
-        options = {
-            "attention_mask": self.torch.ones_like(ids),
-            "do_sample": False,
-            "use_cache": True,
-            "eos_token_id": None,
-        }
-        first = self._time(ids, {**options, "max_new_tokens": 1})
-        started = time.perf_counter()
-        output = self.model.generate(ids, **options, max_new_tokens=max_tokens)
-        seconds = time.perf_counter() - started - first
-        return Text(output[0, len(prompt) :].tolist(), seconds / (max_tokens - 1))
+        _, first = self.timed(prompt, 1)
+        ids, seconds = self.timed(prompt, max_tokens)
+        return Text(ids, (seconds - first) / (max_tokens - 1))
 
     def time_pass(self) -> float:
         tokens = self.torch.randint(0, self.model.config.vocab_size, (1, CONTEXT))

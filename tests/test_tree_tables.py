@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.errors import RequestError
 from trtllm_v4tree.runtime import tables
-from trtllm_v4tree.runtime.tree import PAD, chain, parse_speculation, select_nodes
+from trtllm_v4tree.runtime.tree import PAD, Ints, parse_speculation, select_nodes
 from trtllm_v4tree.sizes import EngineSizes
 
 from .oracle.tiny import CONFIGS
@@ -22,6 +22,11 @@ CONFIG = ModelConfig.from_dict(CONFIGS["w16"])
 SIZES = EngineSizes.make(CONFIG, max_batch_size=4, max_seq_len=640, max_verify_tokens=16, prefill_chunk=64)
 Row = tuple[str, str, int]
 """A raw compressor row: half A or B, committed or node, and its position or node id."""
+
+
+def chain(batch: int, length: int) -> Ints:
+    """Parents of a chain: [B, length]."""
+    return np.broadcast_to(np.arange(-1, length - 1), (batch, length))
 
 
 @st.composite

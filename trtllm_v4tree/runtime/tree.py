@@ -61,11 +61,6 @@ def parse_speculation(name: str) -> Speculation | None:
     return Speculation(steps, topk, budget)
 
 
-def chain(batch: int, length: int) -> Ints:
-    """Parents of a chain: [B, length]."""
-    return np.broadcast_to(np.arange(-1, length - 1, dtype=np.int64), (batch, length))
-
-
 @dataclass(frozen=True, eq=False)
 class TreeShape:
     """What the parents of one tree of N nodes determine; padding has no depth, no ancestors and not even itself."""
