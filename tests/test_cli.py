@@ -172,7 +172,7 @@ def test_checkpoint_dir_is_not_there(tmp_path: Path, v4tree: Run) -> None:
         ("--dtype", "int4", ("'int4'", "float32, float16, bfloat16, int8")),
         ("--dtype", "float16", ("float16", "float32, bfloat16 or int8")),
         ("--max_batch_size", "0", ("max_batch_size=0", "1 to 1024")),
-        ("--max-seq-len", "1025", ("max_seq_len=1025", "1 to 1024")),
+        ("--max-seq-len", "1025", ("max_seq_len=1025", "3 to 1024")),
         ("--max_verify_tokens", "65", ("max_verify_tokens=65", "1 to 64")),
         ("--prefill_chunk", "-1", ("prefill_chunk=-1", "1 to 4096")),
         ("--num_pages", "1", ("num_pages=1", "at least 2")),

@@ -265,7 +265,7 @@ def test_tables(config_file: Path, capfd: pytest.CaptureFixture[str], monkeypatc
         (("--engine_dir", "x", "--max_seq_len", "9"), ("--max_seq_len goes with --config only",)),
         (("--config", "/nowhere"), ("/nowhere/config.json", "cannot be read")),
         (("--config", "pyproject.toml"), ("pyproject.toml", "not valid JSON")),
-        (("--config", "flash", "--max_seq_len", "2000000"), ("max_seq_len=2000000", "1 to 1048576")),
+        (("--config", "flash", "--max_seq_len", "2000000"), ("max_seq_len=2000000", "3 to 1048576")),
         (("--config", "flash", "--max_verify_tokens", "65"), ("max_verify_tokens=65", "1 to 64")),
     ],
 )

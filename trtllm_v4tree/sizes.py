@@ -10,6 +10,8 @@ from typing import Any
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.errors import ConfigError
 
+MIN_SEQ_LEN = 3
+"""A prompt of one token, the token that its prefill gives, and one of a decode round."""
 MIN_PAGE_TOKENS = 256
 
 
@@ -48,14 +50,14 @@ class EngineSizes:
         has_mtp: bool = True,
     ) -> EngineSizes:
         """Sizes for a config; raises ConfigError that names the option and its range."""
-        for name, value, top in (
-            ("max_batch_size", max_batch_size, 1024),
-            ("max_seq_len", max_seq_len, config.max_position_embeddings),
-            ("max_verify_tokens", max_verify_tokens, 64),
-            ("prefill_chunk", prefill_chunk, 4096),
+        for name, value, least, top in (
+            ("max_batch_size", max_batch_size, 1, 1024),
+            ("max_seq_len", max_seq_len, MIN_SEQ_LEN, config.max_position_embeddings),
+            ("max_verify_tokens", max_verify_tokens, 1, 64),
+            ("prefill_chunk", prefill_chunk, 1, 4096),
         ):
-            if not 1 <= value <= top:
-                raise ConfigError(f"{name}={value} is out of range: give a value from 1 to {top}.")
+            if not least <= value <= top:
+                raise ConfigError(f"{name}={value} is out of range: give a value from {least} to {top}.")
         page = math.lcm(MIN_PAGE_TOKENS, config.csa_ratio, config.hca_ratio)
         pages_per_seq = -(-max_seq_len // page)
         total = max_batch_size * pages_per_seq if num_pages is None else num_pages

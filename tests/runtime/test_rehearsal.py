@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from trtllm_v4tree.compiler.build import build
+from trtllm_v4tree.errors import ConfigError
 from trtllm_v4tree.runtime import rehearsal
 from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
 from trtllm_v4tree.runtime.policies.base import candidates_of
 from trtllm_v4tree.runtime.rehearsal import _chances, _Round, _rows, _table, rehearse
+from trtllm_v4tree.sizes import MIN_SEQ_LEN
 
 from ..conftest import OPTIONS
 from ..harness import Built
@@ -104,3 +106,14 @@ def test_a_batch_that_takes_many_prefill_passes(
     manifest = build(tiny("w16").checkpoint, tmp_path / "engine", options)
     executor = OnnxRuntimeExecutor(tmp_path / "engine", manifest, threads=1)
     assert set(rehearse(executor, lambda line, done: None).overhead) == {1, 4, 12}
+
+
+def test_the_shortest_sequences(tiny: Callable[[str], Built], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One decode round a sequence is enough; where there is none, nothing is built."""
+    monkeypatch.setattr(rehearsal, "_PASSES", (1, 1))
+    options = replace(OPTIONS, max_batch_size=2, max_seq_len=MIN_SEQ_LEN, draft_shapes=((1, 1),))
+    manifest = build(tiny("w16").checkpoint, tmp_path / "engine", options)
+    table = rehearse(OnnxRuntimeExecutor(tmp_path / "engine", manifest, threads=1), lambda line, done: None)
+    assert set(table.overhead) == {1, 2}
+    with pytest.raises(ConfigError, match="max_seq_len=2 is out of range: give a value from 3"):
+        build(tiny("w16").checkpoint, tmp_path / "other", replace(options, max_seq_len=MIN_SEQ_LEN - 1))

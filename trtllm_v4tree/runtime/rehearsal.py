@@ -25,10 +25,11 @@ from trtllm_v4tree.runtime.executor import Executor
 from trtllm_v4tree.runtime.executors import make_executor
 from trtllm_v4tree.runtime.latency import LatencyTable
 from trtllm_v4tree.runtime.params import SamplingParams
-from trtllm_v4tree.runtime.policies.base import Candidates, Choice, Floats, Lists, Shape, candidates_of
+from trtllm_v4tree.runtime.policies.base import Candidates, Floats, Lists, Shape, candidates_of
+from trtllm_v4tree.runtime.policies.fixed import FixedPolicy
 from trtllm_v4tree.runtime.policies.rules import node_chances, path_scores
 from trtllm_v4tree.runtime.request import Phase, Request
-from trtllm_v4tree.runtime.tree import Ints
+from trtllm_v4tree.runtime.tree import Ints, Speculation
 
 _BATCHES = (1, 4, 16, 64)
 _NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)
@@ -57,20 +58,17 @@ def rehearse(executor: Executor, report: Report) -> LatencyTable:
     return _table(rounds, executor.draft_shapes, executor.sizes.max_verify_tokens)
 
 
-class _Arm:
-    """A policy that always drafts the same and verifies so many nodes; keeps the last candidates, and how many were verified."""
+class _Arm(FixedPolicy):
+    """One draft round, or none, with so many nodes; keeps the last candidates, and how many were verified."""
 
     def __init__(self, shape: Shape | None, nodes: int) -> None:
-        self.drafts, self.max_nodes = shape, nodes
-        self.shapes = () if shape is None else (shape,)
+        super().__init__(Speculation(*(shape or (0, 1)), nodes))
+        self.drafts = shape
         self.last: Candidates | None = None
         self.nodes = 1
 
     def shape(self, batch: int) -> Shape | None:
         return self.drafts
-
-    def choose(self, candidates: Candidates, rooms: Ints) -> Choice:
-        return Choice(candidates.scores, np.minimum(rooms, self.max_nodes))
 
     def observe(self, candidates: Candidates, kept: Lists, visited: Walk) -> None:
         self.last, self.nodes = _rows(candidates, slice(None)), len(kept[0])
@@ -120,10 +118,10 @@ class _Stage:
         return _Round(arm.drafts, arm.nodes, took, texts, places, arm.last)
 
     def _fill(self, batch: int) -> None:
-        """Texts go on from somewhere in their second half, so that no two sequences are alike."""
+        """Texts go on from somewhere in their second half, so that no two sequences are alike, and for a round at least."""
         while len(self.requests) < batch:
             text = next(self._texts)
-            text = text[: int(self._rng.integers(len(text) // 2, len(text))) + 1]
+            text = text[: min(int(self._rng.integers(len(text) // 2, len(text))) + 1, self.sizes.max_seq_len - 2)]
             greedy = SamplingParams(
                 max_tokens=min(_GREEDY, self.sizes.max_seq_len - len(text)), temperature=0.0, ignore_eos=True
             )
