@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from trtllm_v4tree.compiler.build import BuildOptions, build
 from trtllm_v4tree.compiler.native_ops import LANES, PANEL, NativeOps, pack
 from trtllm_v4tree.engine_dir import Manifest
 from trtllm_v4tree.errors import CheckpointError, ConfigError
-from trtllm_v4tree.network.ops import Experts
+from trtllm_v4tree.network.ops import Experts, HyperGains, Op, V4TreeOps, Value
 from trtllm_v4tree.runtime.executor import OnnxRuntimeExecutor
 
 from .harness import Driver
@@ -80,6 +81,30 @@ def test_groups_and_norms_are_rounded_each_for_itself() -> None:
     [y] = run(OPS, lambda ops, op, v: ops.norm_linear(op, v["x"], v["n"], 1e-6, v["w"]), {"x": x}, weights)
     normed = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * weights["n"]
     assert (np.abs(y - normed @ weights["w"]) <= error_bound(normed, weights["w"])).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 6, 17])
+def test_mixing_of_streams_rounds_once(nodes: int) -> None:
+    """Streams and weights that are whole steps, the largest 127, are mixed as in float32; others err, but by little."""
+    rng = np.random.default_rng(nodes)
+    m, dim, gains = 4, 40, HyperGains(4, 20, 1e-6, 1e-6)
+    codes, steps = rng.integers(-127, 128, (1, nodes, m * dim)), rng.integers(-60, 61, (m * dim, 2 * m + m * m))
+    codes[..., 5], steps[7] = 127, 127
+    weights = {"fn": (steps / 8192).astype(np.float32), "base": normal(rng, 24), "norm": normal(rng, dim)}
+    streams = (codes * 2.0 ** rng.integers(-8, -4, (1, nodes, 1))).astype(np.float32).reshape(1, nodes, m, dim)
+
+    def difference(streams: np.ndarray) -> float:
+        def mix(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> Any:
+            return ops.hyper_mix(op, v["s"], v["fn"], v["base"], v["norm"], gains)
+
+        got, wanted = (run(ops, mix, {"s": streams}, weights) for ops in (OPS, V4TreeOps()))
+        first = run(OPS, mix, {"s": np.ascontiguousarray(streams[:, :1])}, weights)
+        for one, all_of_them in zip(first, got, strict=True):
+            np.testing.assert_array_equal(one[:, 0], all_of_them[:, 0])
+        return max(float(np.abs(a - b).max()) for a, b in zip(got, wanted, strict=True))
+
+    assert difference(streams) < 2e-5
+    assert 2e-5 < difference(normal(rng, 1, nodes, m, dim)) < 0.1
 
 
 def test_what_is_no_number_is_seen_and_zeros_are_zero() -> None:

@@ -55,8 +55,9 @@ class NativeOps(V4TreeOps):
     """Emits native operators of the domain v4tree. With `half` linears are stored in bfloat16; the checkpoint must be exact in it.
 
     `dtype` float32, or what linears round their inputs to: with bfloat16 products of two bfloat16, summed in float32; with int8 both
-    factors have 8 bits, a weight a scale for each output, a row of inputs one scale, and sums are whole numbers. Hyper-connections,
-    norms, softmax, pools and routing stay in float32, with int8 the router too.
+    factors have 8 bits, a weight a scale for each output, a row of inputs one scale, and sums are whole numbers; so are the mixing
+    products of hyper-connections, a fifth of the weights that a pass of a small model reads. Norms, softmax, pools and routing stay in
+    float32, with int8 the router too.
     """
 
     fused_experts = True
@@ -67,6 +68,7 @@ class NativeOps(V4TreeOps):
         assert half or dtype != "bfloat16", "inputs are rounded to bfloat16 for weights in bfloat16 alone"
         self.stored = "bfloat16" if half else "float32"
         self.linears = "int8" if dtype == "int8" else self.stored
+        self.mixes = "int8" if dtype == "int8" else "float32"
         self.rounded = dtype == "bfloat16"
 
     def _pack(self, op: Op, weight: Value, stored: str | None = None, parts: int = 1) -> Value:
@@ -128,14 +130,14 @@ class NativeOps(V4TreeOps):
         self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains
     ) -> tuple[Value, Value, Value]:
         x, post, comb = op.HyperMix(
-            streams, self._pack(op, fn, "float32"), base, norm, streams=gains.streams, iterations=gains.iterations,
+            streams, self._pack(op, fn, self.mixes), base, norm, streams=gains.streams, iterations=gains.iterations,
             hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN, _outputs=3,
         )  # fmt: skip
         return x, post, comb
 
     def hyper_head(self, op: Op, streams: Value, fn: Value, base: Value, norm: Value, gains: HyperGains) -> Value:
         return op.HyperHead(
-            streams, self._pack(op, fn, "float32"), base, norm, hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN
+            streams, self._pack(op, fn, self.mixes), base, norm, hc_eps=gains.hc_eps, norm_eps=gains.norm_eps, _domain=DOMAIN
         )  # fmt: skip
 
     def stream_post_mix(self, op: Op, streams: Value, out: Value, post: Value, comb: Value) -> Value:

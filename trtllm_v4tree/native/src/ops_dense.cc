@@ -64,7 +64,9 @@ void HyperMix::run(const Context& ctx) const { mix(ctx, ctx.input(0), 1, 0); }
 void HyperMix::mix_nodes(const float* z, const Mixed& to, int64_t first, int64_t count) const {
   const int64_t dim = to.dim, gains = 2 * m + m * m;
   std::vector<float> mix(count * gains), lanes(m * m * kLanes, 0.0f);
-  kernels().linear(z, m * dim, count, to.fn, 0, to.fn.blocks, mix.data(), gains, gains);
+  thread_local std::vector<float> words;
+  const Rows read = rows_of(z, count, m * dim, to.fn.form, words);
+  kernels().linear(read.data, read.stride, count, to.fn, 0, to.fn.blocks, mix.data(), gains, gains);
   for (int64_t r = 0; r < count; ++r) {
     float* row = mix.data() + r * gains;
     const float scale = 1.0f / std::sqrt(kernels().mean_square(z + r * m * dim, m * dim) + norm_eps);
@@ -158,7 +160,9 @@ HyperHead::Weights HyperHead::weights(const Context& ctx, const Tensor& streams,
 void HyperHead::reduce(const float* streams, const Weights& w, int64_t first, int64_t last, float* x) const {
   const int64_t m = w.m, dim = w.dim;
   std::vector<float> mix((last - first) * m);
-  kernels().linear(streams + first * m * dim, m * dim, last - first, w.fn, 0, w.fn.blocks, mix.data(), m, m);
+  thread_local std::vector<float> words;
+  const Rows read = rows_of(streams + first * m * dim, last - first, m * dim, w.fn.form, words);
+  kernels().linear(read.data, read.stride, last - first, w.fn, 0, w.fn.blocks, mix.data(), m, m);
   for (int64_t r = first; r < last; ++r) {
     const float* z = streams + r * m * dim;
     float* row = mix.data() + (r - first) * m;
