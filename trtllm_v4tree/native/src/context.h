@@ -43,6 +43,33 @@ struct Tensor {
   }
 };
 
+inline Tensor tensor_of(const OrtApi* api, const OrtValue* value) {
+  Tensor t;
+  const int64_t* dims = nullptr;
+  size_t rank = 0;
+  check(ort::call<OrtStatus*>(api, ort::kGetTensorTypeAndShapeReference, value, &t.type, &dims, &rank));
+  require(rank <= 8, "a tensor has more than 8 axes");
+  t.rank = static_cast<int>(rank);
+  std::copy_n(dims, rank, t.dims);
+  check(ort::call<OrtStatus*>(api, ort::kGetTensorMutableData, const_cast<OrtValue*>(value), &t.data));
+  return t;
+}
+
+// The inputs of a kernel that are weights, by index; without data where an input is none. Looked up once: three calls for every input of
+// every kernel are a tenth of a pass of a small model.
+inline std::vector<Tensor> weights_of(const OrtApi* api, const OrtKernelInfo* info) {
+  size_t count = 0;
+  check(ort::call<OrtStatus*>(api, ort::kKernelInfoGetInputCount, info, &count));
+  std::vector<Tensor> weights(count);
+  for (size_t i = 0; i < count; ++i) {
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    check(ort::call<OrtStatus*>(api, ort::kKernelInfoGetConstantInput, info, i, &constant, &value));
+    if (constant) weights[i] = tensor_of(api, value);
+  }
+  return weights;
+}
+
 class Attributes {
  public:
   Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
@@ -64,21 +91,14 @@ class Attributes {
 
 class Context {
  public:
-  Context(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
+  Context(const OrtApi* api, OrtKernelContext* context, const std::vector<Tensor>& weights)
+      : api_(api), context_(context), weights_(weights) {}
 
   Tensor input(size_t index) const {
+    if (index < weights_.size() && weights_[index].data != nullptr) return weights_[index];
     const OrtValue* value = nullptr;
     check(ort::call<OrtStatus*>(api_, ort::kContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value));
-    Tensor t;
-    if (value == nullptr) return t;
-    const int64_t* dims = nullptr;
-    size_t rank = 0;
-    check(ort::call<OrtStatus*>(api_, ort::kGetTensorTypeAndShapeReference, value, &t.type, &dims, &rank));
-    require(rank <= 8, "a tensor has more than 8 axes");
-    t.rank = static_cast<int>(rank);
-    std::copy_n(dims, rank, t.dims);
-    check(ort::call<OrtStatus*>(api_, ort::kGetTensorMutableData, const_cast<OrtValue*>(value), &t.data));
-    return t;
+    return value == nullptr ? Tensor{} : tensor_of(api_, value);
   }
 
   void* output(size_t index, const std::vector<int64_t>& dims) const {
@@ -123,6 +143,7 @@ class Context {
   static constexpr int64_t kHandover = 1000;  // nanoseconds from one thread to another, caches included (measured)
   const OrtApi* api_;
   OrtKernelContext* context_;
+  const std::vector<Tensor>& weights_;
 };
 
 // Rows that a linear reads, and words from one to the next.

@@ -1,20 +1,21 @@
 // Bodies of the kernels, on the lanes of vectors.inl; included once per instruction set inside its own namespace.
 
 // e^x to about one unit in the last place; 0 below -87.3 (so for -inf), infinite above 88, NaN for NaN.
-V4_INLINE vf vexp(vf x) {
-  const vf clamped = vmin(vmax(x, splat(-87.3f)), splat(88.0f));
-  const vf whole = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;
-  const vf r = (clamped - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
+template <class V>
+V4_INLINE V vexp(V x) {
+  const V clamped = vmin(vmax(x, V{} - 87.3f), V{} + 88.0f);
+  const V whole = (clamped * 1.44269504f + 12582912.0f) - 12582912.0f;
+  const V r = (clamped - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  V p = V{} + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const vf scale = bits<vf>((convert<vi>(whole) + 127) << 23);
-  const vf bounded = select(x <= 88.0f, p * scale, x + __builtin_inff());
-  return select(x < -87.3f, vf{}, bounded);
+  const V scale = bits<V>((convert<decltype(x < x)>(whole) + 127) << 23);
+  const V bounded = select(x <= 88.0f, p * scale, x + __builtin_inff());
+  return select(x < -87.3f, V{}, bounded);
 }
 
 V4_INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
@@ -325,22 +326,28 @@ static void linear(const float* x, int64_t ldx, int64_t rows, const Packed& w, i
     linear_within<Coded>(x, ldx, rows, w, first, last, y, ldy, columns);
 }
 
-template <int R>
+template <class V, int R>
 V4_INLINE void score_tile(const float* const* keys, const float* query, const float* mask, float* to, int64_t dim) {
-  vf acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = vf{};
+  V acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = V{};
   for (int64_t i = 0; i < dim; ++i) {
-    const vf q = load(query + i * kLanes);
+    const V q = load_as<V>(query + i * kLanes);
     for (int r = 0; r < R; ++r) acc[r] += keys[r][i] * q;
   }
-  for (int r = 0; r < R; ++r) store(to + r * kLanes, acc[r] + load(mask + r * kLanes));
+  for (int r = 0; r < R; ++r) store(to + r * kLanes, acc[r] + load_as<V>(mask + r * kLanes));
+}
+
+// Of as many of the 16 lanes as V has.
+template <class V>
+V4_INLINE void scores_of(const float* const* keys, int64_t num_keys, const float* query, const float* mask, float* to, int64_t dim) {
+  constexpr int R = kTileRegisters < 8 ? kTileRegisters - 2 : 8;
+  int64_t k = 0;
+  for (; k + R <= num_keys; k += R) score_tile<V, R>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
+  for (; k < num_keys; ++k) score_tile<V, 1>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
 }
 
 static void scores(const float* const* keys, int64_t num_keys, const float* query, const float* mask, float* to, int64_t dim) {
-  constexpr int R = kTileRegisters < 8 ? kTileRegisters - 2 : 8;
-  int64_t k = 0;
-  for (; k + R <= num_keys; k += R) score_tile<R>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
-  for (; k < num_keys; ++k) score_tile<1>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
+  scores_of<vf>(keys, num_keys, query, mask, to, dim);
 }
 
 static void add_weighted(const float* scores, int64_t num_keys, const float* weights, float* to) {
@@ -372,20 +379,27 @@ V4_INLINE void value_columns(const AttentionGroup& g, int64_t column, const floa
   for (; row < g.rows; ++row) value_tile<1, C>(g, row, column, inverse);
 }
 
-static void attention(const AttentionGroup& g) {
-  int64_t k;
-  scores(g.keys, g.num_keys, g.query, g.mask, g.scores, g.head_dim);
-  store(g.scores, load(g.scores) + load(g.sink));
-  vf top = load(g.scores);
-  for (k = 1; k < g.num_keys; ++k) top = vmax(top, load(g.scores + k * kLanes));
-  vf sum = vf{};
-  for (k = 0; k < g.num_keys; ++k) {
-    const vf p = vexp(load(g.scores + k * kLanes) - top);
+// Scores of the keys as shares of a softmax without its division, which is by `sum`.
+template <class V>
+V4_INLINE void softmax_scores(const AttentionGroup& g, float* inverse) {
+  scores_of<V>(g.keys, g.num_keys, g.query, g.mask, g.scores, g.head_dim);
+  store(g.scores, load_as<V>(g.scores) + load_as<V>(g.sink));
+  V top = load_as<V>(g.scores), sum = V{};
+  for (int64_t k = 1; k < g.num_keys; ++k) top = vmax(top, load_as<V>(g.scores + k * kLanes));
+  for (int64_t k = 0; k < g.num_keys; ++k) {
+    const V p = vexp(load_as<V>(g.scores + k * kLanes) - top);
     sum += p;
     store(g.scores + k * kLanes, p);
   }
-  float inverse[kLanes];
   store(inverse, 1.0f / sum);
+}
+
+static void attention(const AttentionGroup& g) {
+  float inverse[kLanes];
+  if (g.rows <= kFew)
+    softmax_scores<hf>(g, inverse);
+  else
+    softmax_scores<vf>(g, inverse);
   int64_t column = 0;
   if constexpr (kTileRegisters >= 16)
     for (; column + 4 * kLanes <= g.head_dim; column += 4 * kLanes) value_columns<4>(g, column, inverse);

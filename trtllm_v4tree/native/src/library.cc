@@ -12,6 +12,7 @@ template <class Op>
 struct Kernel {
   const OrtApi* api;
   Op op;
+  std::vector<Tensor> weights;
 };
 
 int element_type(char letter) {
@@ -48,7 +49,7 @@ const OrtCustomOp* descriptor() {
     d.min_variadic_outputs = d.same_variadic_outputs = [](const OrtCustomOp*) { return 0; };
     d.create_kernel_v2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** out) -> OrtStatus* {
       try {
-        *out = new Kernel<Op>{api, Op(Attributes(api, info))};
+        *out = new Kernel<Op>{api, Op(Attributes(api, info)), weights_of(api, info)};
         return nullptr;
       } catch (const std::exception& error) {
         return failure(api, Op::kName, error.what());
@@ -57,7 +58,7 @@ const OrtCustomOp* descriptor() {
     d.compute_v2 = [](void* kernel, OrtKernelContext* context) -> OrtStatus* {
       const auto* k = static_cast<const Kernel<Op>*>(kernel);
       try {
-        k->op.run(Context(k->api, context));
+        k->op.run(Context(k->api, context, k->weights));
         return nullptr;
       } catch (const std::exception& error) {
         return failure(k->api, Op::kName, error.what());

@@ -234,77 +234,151 @@ TreeAttention::TreeAttention(const Attributes& a)
     : heads(a.integer("heads")), window_offset(a.integer("window_offset")), entry_offset(a.integer("entry_offset")),
       scale(a.real("scale")), eps(a.real("eps")) {}
 
+namespace {
+
+// The (node, head) rows of one sequence that are attended together.
+struct RowGroup {
+  int64_t first, count, heads;
+  int64_t node(int64_t r) const { return (first + r) / heads; }
+  int64_t head(int64_t r) const { return (first + r) % heads; }
+};
+
+// The keys that a group sees, in the order in which they are summed, and the mask of each for every row.
+class Visible {
+ public:
+  Visible(const RowGroup& group, float* mask, const float** keys) : group_(group), mask_(mask), keys_(keys) {
+    for (int64_t r = 0; r < group.count; ++r) node_of_[r] = group.node(r);
+  }
+
+  // Of keys first, first + step, .. those that a node of the group sees by its row of `mask` [nodes, width]; all of them if `always`.
+  void add(const float* const* keys, const float* mask, int64_t width, int64_t first, int64_t step, int64_t count, bool always = false) {
+    const float* from = mask + node_of_[0] * width;
+    const int64_t nodes = node_of_[group_.count - 1] - node_of_[0] + 1;
+    for (int64_t k = first; count > 0; --count, k += step) {
+      bool any = always, all = true;
+      for (int64_t n = 0; n < nodes; ++n) {
+        const float m = from[n * width + k];
+        any |= m != kHidden, all &= m == 0.0f;
+      }
+      if (!any) continue;
+      float* lanes = mask_ + size_ * kLanes;
+      std::fill_n(lanes, kLanes, 0.0f);
+      for (int64_t r = 0; !all && r < group_.count; ++r) lanes[r] = mask[node_of_[r] * width + k];
+      keys_[size_++] = keys[k];
+    }
+  }
+
+  int64_t size() const { return size_; }
+
+ private:
+  const RowGroup& group_;
+  float* mask_;
+  const float** keys_;
+  int64_t node_of_[kLanes], size_ = 0;
+};
+
+// As many tasks as fill 16 lanes each; where that leaves threads idle, smaller ones.
+int64_t row_groups(int64_t batch, int64_t rows) {
+  const int64_t full = (rows + kLanes - 1) / kLanes, few = (rows + kLanes / 2 - 1) / (kLanes / 2);
+  return std::max(full, std::min<int64_t>(few, num_threads() / batch));
+}
+
+// One call of TreeAttention: its inputs, and the keys of every sequence, `near` in the window and its nodes and `far` entries.
+class Attention {
+ public:
+  Attention(const TreeAttention& op, const Context& ctx) : op_(op), query_(ctx.input(0)), node_mask_(ctx.input(4)), entry_mask_(ctx.input(8)),
+        sink_(ctx.input(9)), cos_(ctx.input(10)), sin_(ctx.input(11)), batch(query_.dim(0)), nodes(query_.dim(1)), half_(cos_.dim(-1)),
+        near_(node_mask_.dim(2)), far_(entry_mask_ ? entry_mask_.dim(2) : 0) {
+    gather(ctx);
+    require(query_.dim(2) >= op.heads * dim && dim % kLanes == 0 && sink_.count() == op.heads, "the attention query has the wrong width");
+    out_ = ctx.output_f32(0, {batch, nodes, op.heads * dim});
+  }
+
+  int64_t keys() const { return near_ + far_; }
+
+  void attend(int64_t b, const RowGroup& group) const {
+    thread_local std::vector<float> buffer;
+    thread_local std::vector<const float*> seen;
+    if (static_cast<int64_t>(seen.size()) < keys()) seen.resize(keys());
+    float* q = scratch(buffer, 2 * dim * kLanes + 2 * keys() * kLanes);
+    float *o = q + dim * kLanes, *mask = o + dim * kLanes, *scores = mask + keys() * kLanes, sinks[kLanes] = {};
+    pack_queries(b, group, q, sinks, o);
+    Visible visible(group, mask, seen.data());
+    const float* const* rows = keys_[b].rows.data();
+    const float* near_mask = node_mask_.f32() + b * nodes * near_;
+    visible.add(rows, near_mask, near_, 0, 1, 1, true);  // it carries the sink
+    visible.add(rows, near_mask, near_, near_ - 1, -1, std::min(nodes, near_ - 1));
+    visible.add(rows, near_mask, near_, 1, 1, near_ - 1 - nodes);
+    if (far_) visible.add(rows + near_, entry_mask_.f32() + b * nodes * far_, far_, 0, 1, far_);
+    kernels().attention({seen.data(), visible.size(), q, mask, sinks, scores, o, dim, group.count});
+    for (int64_t r = 0; r < group.count; ++r) {
+      const int64_t n = b * nodes + group.node(r);
+      rotate(o + r * dim, cos_.f32() + n * half_, sin_.f32() + n * half_, half_, -1);
+      std::copy_n(o + r * dim, dim, out_ + (n * op_.heads + group.head(r)) * dim);
+    }
+  }
+
+ private:
+  void gather(const Context& ctx) {
+    const Tensor window = ctx.input(1), window_rows = ctx.input(2), entries = ctx.input(5), entry_rows = ctx.input(6), branch = ctx.input(7);
+    dim = window.dim(1);
+    std::vector<Tensor> parts;
+    Tensor part = ctx.input(3);
+    for (size_t i = 12; part; part = i < 12 + TreeAttention::kMoreParts ? ctx.input(i++) : Tensor{}) parts.push_back(part);
+    int64_t own = 0;
+    for (const Tensor& p : parts) {
+      require(p.rank == 3 && p.dim(0) == batch && p.dim(2) == dim, "rows of nodes do not fit the window");
+      own += p.dim(1);
+    }
+    require(near_ == window_rows.dim(1) + own, "the node mask has the wrong width");
+    require(far_ == (far_ ? entry_rows.dim(1) + branch.dim(1) : 0), "the entry mask has the wrong width");
+    for (int64_t b = 0; b < batch; ++b) {
+      keys_.emplace_back(keys());
+      keys_[b].pooled(window, window_rows, op_.window_offset, b, dim);
+      for (const Tensor& p : parts) keys_[b].fresh(p, b, dim);
+      if (far_) keys_[b].pooled(entries, entry_rows, op_.entry_offset, b, dim), keys_[b].fresh(branch, b, dim);
+    }
+  }
+
+  // Queries of a group, normed, rotated and scaled, as [dim][16]; a row at a time is worked on at `row`.
+  void pack_queries(int64_t b, const RowGroup& group, float* q, float* sinks, float* row) const {
+    std::fill_n(q, dim * kLanes, 0.0f);
+    for (int64_t r = 0; r < group.count; ++r) {
+      const int64_t n = b * nodes + group.node(r), h = group.head(r);
+      kernels().rms_norm(query_.f32() + n * query_.dim(2) + h * dim, nullptr, row, dim, op_.eps);
+      rotate(row, cos_.f32() + n * half_, sin_.f32() + n * half_, half_, 1);
+      for (int64_t i = 0; i < dim; ++i) q[i * kLanes + r] = row[i] * op_.scale;
+      sinks[r] = sink_.f32()[h];
+    }
+  }
+
+  const TreeAttention& op_;
+  const Tensor query_, node_mask_, entry_mask_, sink_, cos_, sin_;
+
+ public:
+  const int64_t batch, nodes;
+  int64_t dim = 0;
+
+ private:
+  const int64_t half_, near_, far_;
+  std::vector<Keys> keys_;
+  float* out_ = nullptr;
+};
+
+}  // namespace
+
 // Shared-KV attention of queries [B, N, >= H * d] (normed per head and rotated here) over [sink | held window rows, newest first | nodes |
-// entries | branch], the nodes perhaps in more parts, [B, ., d] each, with the sink added to key 0, rotated back: [B, N, H * d]. Sums run over the sink, the window from the newest position
-// back (nodes, a node's descendants before it, then held rows) and the entries from the oldest on, so a token sums the same rows in the
-// same order whether they are nodes or held. A key that no row of a group sees is skipped, so its values may be anything.
+// entries | branch], the nodes perhaps in more parts, [B, ., d] each, with the sink added to key 0, rotated back: [B, N, H * d]. Sums run
+// over the sink, the window from the newest position back (nodes, a node's descendants before it, then held rows) and the entries from the
+// oldest on, so a token sums the same rows in the same order whether they are nodes or held. A key that no row of a group sees is skipped,
+// so its values may be anything.
 void TreeAttention::run(const Context& ctx) const {
-  const Tensor query = ctx.input(0), window = ctx.input(1), window_rows = ctx.input(2), fresh = ctx.input(3), node_mask = ctx.input(4);
-  const Tensor entries = ctx.input(5), entry_rows = ctx.input(6), branch = ctx.input(7), entry_mask = ctx.input(8);
-  const Tensor sink = ctx.input(9), cos = ctx.input(10), sin = ctx.input(11);
-  const int64_t batch = query.dim(0), nodes = query.dim(1), dim = window.dim(1), half = cos.dim(-1);
-  std::vector<Tensor> parts;
-  Tensor part = fresh;
-  for (size_t i = 12; part; part = i < 12 + kMoreParts ? ctx.input(i++) : Tensor{}) parts.push_back(part);
-  int64_t own = 0;
-  for (const Tensor& p : parts) {
-    require(p.rank == 3 && p.dim(0) == batch && p.dim(2) == dim, "rows of nodes do not fit the window");
-    own += p.dim(1);
-  }
-  const int64_t near = node_mask.dim(2), far = entry_mask ? entry_mask.dim(2) : 0, keys = near + far, rows = nodes * heads;
-  require(query.dim(2) >= heads * dim && dim % kLanes == 0 && sink.count() == heads, "the attention query has the wrong width");
-  require(near == window_rows.dim(1) + own, "the node mask has the wrong width");
-  require(far == (far ? entry_rows.dim(1) + branch.dim(1) : 0), "the entry mask has the wrong width");
-  float* out = ctx.output_f32(0, {batch, nodes, heads * dim});
-  std::vector<Keys> sources;
-  for (int64_t b = 0; b < batch; ++b) {
-    sources.emplace_back(keys);
-    sources[b].pooled(window, window_rows, window_offset, b, dim);
-    for (const Tensor& p : parts) sources[b].fresh(p, b, dim);
-    if (far) sources[b].pooled(entries, entry_rows, entry_offset, b, dim), sources[b].fresh(branch, b, dim);
-  }
-  const int64_t groups = (rows + kLanes - 1) / kLanes;
-  ctx.split(batch * groups, batch * groups * keys * dim, [&](int64_t from, int64_t to) {
+  const Attention call(*this, ctx);
+  const int64_t rows = call.nodes * heads, groups = row_groups(call.batch, rows), tasks = call.batch * groups;
+  ctx.split(tasks, tasks * call.keys() * call.dim, [&](int64_t from, int64_t to) {
     for (int64_t task = from; task < to; ++task) {
-      const int64_t b = task / groups, group = task % groups, first = rows * group / groups, count = rows * (group + 1) / groups - first;
-      thread_local std::vector<float> buffer;
-      thread_local std::vector<const float*> seen;
-      float* q = scratch(buffer, 2 * dim * kLanes + 2 * keys * kLanes + dim);
-      float *o = q + dim * kLanes, *mask = o + dim * kLanes, *scores = mask + keys * kLanes, *head = scores + keys * kLanes;
-      float sinks[kLanes] = {};
-      std::fill_n(q, dim * kLanes, 0.0f);
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t n = b * nodes + (first + r) / heads, h = (first + r) % heads;
-        kernels().rms_norm(query.f32() + n * query.dim(2) + h * dim, nullptr, head, dim, eps);
-        rotate(head, cos.f32() + n * half, sin.f32() + n * half, half, 1);
-        for (int64_t i = 0; i < dim; ++i) q[i * kLanes + r] = head[i] * scale;
-        sinks[r] = sink.f32()[h];
-      }
-      seen.clear();
-      const int64_t first_node = first / heads, last_node = (first + count - 1) / heads;
-      int64_t node_of[kLanes];
-      for (int64_t r = 0; r < count; ++r) node_of[r] = (first + r) / heads;
-      for (int64_t i = 0; i < keys; ++i) {
-        const int64_t k = i == 0 || i >= near ? i : i <= nodes ? near - i : i - nodes;
-        const int64_t width = k < near ? near : far;
-        const float* column = k < near ? node_mask.f32() + b * nodes * near + k : entry_mask.f32() + b * nodes * far + k - near;
-        bool any = k == 0, all = true;  // key 0 carries the sink
-        for (int64_t n = first_node; n <= last_node; ++n) {
-          any |= column[n * width] != kHidden;
-          all &= column[n * width] == 0.0f;
-        }
-        if (!any) continue;
-        float* lanes = mask + seen.size() * kLanes;
-        std::fill_n(lanes, kLanes, 0.0f);
-        for (int64_t r = 0; !all && r < count; ++r) lanes[r] = column[node_of[r] * width];
-        seen.push_back(sources[b].rows[k]);
-      }
-      kernels().attention({seen.data(), static_cast<int64_t>(seen.size()), q, mask, sinks, scores, o, dim, count});
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t n = b * nodes + (first + r) / heads;
-        rotate(o + r * dim, cos.f32() + n * half, sin.f32() + n * half, half, -1);
-        std::copy_n(o + r * dim, dim, out + n * heads * dim + (first + r) % heads * dim);
-      }
+      const int64_t first = rows * (task % groups) / groups, last = rows * (task % groups + 1) / groups;
+      call.attend(task / groups, {first, last - first, heads});
     }
   });
 }

@@ -40,6 +40,8 @@ enum Entry {
   kGetAttributeInt = 86,
   kContextGetInput = 90,
   kContextGetOutput = 91,
+  kKernelInfoGetInputCount = 230,
+  kKernelInfoGetConstantInput = 249,
   kGetTensorTypeAndShapeReference = 414,
 };
 

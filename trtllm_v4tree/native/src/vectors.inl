@@ -22,6 +22,11 @@ using vf = Lanes<rf>;
 using vi = Lanes<ri>;
 using vu = Lanes<ru>;
 
+// Eight lanes, for what has no more: half the registers, or registers of half the width, of which some processors work on two at once.
+constexpr int kFew = 8;
+typedef float few __attribute__((vector_size(4 * kFew)));
+using hf = std::conditional_t<kRegister == 16, few, std::conditional_t<kRegister == 8, rf, Pair<rf>>>;
+
 #define V4_OPERATOR(op)                                                                                                     \
   template <class H, class G>                                                                                               \
   V4_INLINE auto operator op(Pair<H> a, Pair<G> b) { return Pair<decltype(a.lo op b.lo)>{a.lo op b.lo, a.hi op b.hi}; }     \
@@ -154,8 +159,10 @@ V4_INLINE V held(V v) {
 V4_INLINE vf load(const float* p) { return load_as<vf>(p); }
 V4_INLINE vf splat(float x) { return vf{} + x; }
 // The second where either is not a number.
-V4_INLINE vf vmin(vf a, vf b) { return select(a < b, a, b); }
-V4_INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
+template <class V>
+V4_INLINE V vmin(V a, V b) { return select(a < b, a, b); }
+template <class V>
+V4_INLINE V vmax(V a, V b) { return select(a > b, a, b); }
 
 V4_INLINE float total(vf v) {
   float sum = 0;
