@@ -44,6 +44,21 @@ def set_patience(microseconds: int) -> None:
         ctypes.CDLL(str(path)).v4tree_set_patience(ctypes.c_int(microseconds))
 
 
+@cache
+def tables() -> ctypes.CDLL | None:
+    """The library with the functions of `src/tables.cc` declared, or None without it."""
+    path = library()
+    if path is None:
+        return None
+    made = ctypes.CDLL(str(path))
+    for name in ("step", "commit", "draft"):
+        function = getattr(made, f"v4tree_{name}_tables")
+        function.restype = ctypes.c_int64
+        number, memory = ctypes.c_int64, ctypes.c_void_p
+        function.argtypes = [memory, number, number, memory, memory, memory, number, memory]
+    return made
+
+
 def _instruction_set(path: Path) -> str | None:
     if not _is_whole(path):
         return None

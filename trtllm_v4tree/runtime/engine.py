@@ -23,6 +23,7 @@ from trtllm_v4tree.runtime.detokenize import Decoder
 from trtllm_v4tree.runtime.executor import DraftResult, Executor, StepResult
 from trtllm_v4tree.runtime.finish import FinishRules
 from trtllm_v4tree.runtime.latency import LatencyTable
+from trtllm_v4tree.runtime.native_tables import make_tables
 from trtllm_v4tree.runtime.params import SamplingParams
 from trtllm_v4tree.runtime.policies.base import Candidates, Policy
 from trtllm_v4tree.runtime.policies.names import make_policy
@@ -36,16 +37,7 @@ from trtllm_v4tree.runtime.sampling import (
     needs_logit_edits,
     top_logprobs,
 )
-from trtllm_v4tree.runtime.tables import (
-    Feeds,
-    Sequences,
-    StepTables,
-    Tree,
-    commit_tables,
-    draft_tables,
-    every_node,
-    step_tables,
-)
+from trtllm_v4tree.runtime.tables import Feeds, Sequences, StepTables, Tree, every_node
 from trtllm_v4tree.runtime.tree import PAD, ROOT, Ints, select_nodes
 from trtllm_v4tree.sizes import EngineSizes
 
@@ -124,7 +116,7 @@ class Engine:
         self.set_speculation(speculation)
         self.pools = Pools(self.sizes)
         self.observer: Callable[[Tree, Walk], None] | None = None
-        self._slots = _Slots(self.sizes)
+        self._slots, self._tables = _Slots(self.sizes), make_tables(self.sizes)
         self._in_pass: list[Request] = []
         self._ids = itertools.count()
 
@@ -268,7 +260,7 @@ class Engine:
             [[*part, *[0] * (width - len(part))] for part in parts],
         )
         last = np.array([[len(part) - 1] for part in parts], np.int64)
-        step = step_tables(self.sizes, self._slots.sequences(slots), tree, last)
+        step = self._tables.step(self._slots.sequences(slots), tree, last)
         self.clock.mark("host")
         result = self.executor.target(step.feeds)
         self.clock.mark("prefill")
@@ -315,7 +307,7 @@ class Engine:
         began, slots = self.clock.total_ms, [r.slot for r in batch]
         proposal = self._propose(batch, slots)
         tree = proposal.tree
-        step = step_tables(self.sizes, self._slots.sequences(slots), tree, every_node(len(batch), tree.nodes))
+        step = self._tables.step(self._slots.sequences(slots), tree, every_node(len(batch), tree.nodes))
         self.clock.mark("host")
         result = self.executor.target(step.feeds)
         self.clock.mark("verify")
@@ -355,7 +347,7 @@ class Engine:
 
     def _draft(self, slots: list[int], steps: int, topk: int) -> _Drafted:
         unread = [self._slots.unread[s] for s in slots]
-        feeds, tables = draft_tables(self.sizes, self._slots.sequences(slots), [len(u) for u in unread], unread, steps)
+        feeds, tables = self._tables.draft(self._slots.sequences(slots), [len(u) for u in unread], unread, steps)
         self.clock.mark("host")
         result = self.executor.draft(steps, topk, feeds)
         self.clock.mark("draft")
@@ -439,7 +431,7 @@ class Engine:
         if drafted is not None or self.policy is None:
             for slot in slots:
                 self._slots.unread[slot] = []
-        feeds = commit_tables(self.sizes, step, paths, [len(run) for run in runs])
+        feeds = self._tables.commit(step, paths, [len(run) for run in runs])
         if drafted is not None:
             feeds.update(drafted.tables)
         self.clock.mark("host")
