@@ -10,6 +10,7 @@ real call leaves them. `min`: of every round the fastest repeat, averaged over r
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections import deque
@@ -57,7 +58,7 @@ class Calls:
             result = self.results.popleft()
         else:
             result = run()
-            self.results.append(result)
+            self.results.append(copy.deepcopy(result))  # an executor may write its arrays again
         self.seconds += time.perf_counter() - started
         return result
 

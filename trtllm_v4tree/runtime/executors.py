@@ -20,7 +20,7 @@ def make_executor(directory: Path, manifest: Manifest, threads: int = 0) -> Exec
     check_target(directory, manifest)
     if manifest.target == "tensorrt":
         return TensorRtExecutor(directory, manifest, _gpu(directory, manifest))
-    return OnnxRuntimeExecutor(directory, manifest, threads)
+    return OnnxRuntimeExecutor(directory, manifest, threads, reuse_results=True)
 
 
 def check_target(directory: Path, manifest: Manifest) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from trtllm_v4tree.runtime.tables import Feeds, Row, Rows, Sequences, StepTables
 from trtllm_v4tree.runtime.tree import Ints
 from trtllm_v4tree.sizes import EngineSizes
 
-_MOST_NODES, _MOST_GIVEN, _MOST_DIMS, _MOST_VIEWS = 64, 4096, 8, 256
+_MOST_NODES, _MOST_GIVEN, _MOST_DIMS, _MOST_KNOWN = 64, 4096, 8, 256
 _Layout = list[tuple[str, type, tuple[int, ...]]]
 
 
@@ -63,9 +64,9 @@ class NativeTables:
         self.sizes, self._python = sizes, PythonTables(sizes)
         self._kinds = [name for name, layers in (("csa", sizes.num_csa), ("hca", sizes.num_hca)) if layers]
         numbers = _numbers(sizes)
-        self._step = _Function(library.v4tree_step_tables, numbers, self._step_layout)
-        self._commit = _Function(library.v4tree_commit_tables, numbers, self._commit_layout)
-        self._draft = _Function(library.v4tree_draft_tables, numbers, self._draft_layout)
+        self._step = _Function(library.v4tree_step_tables, numbers, self._step_parts())
+        self._commit = _Function(library.v4tree_commit_tables, numbers, self._commit_parts())
+        self._draft = _Function(library.v4tree_draft_tables, numbers, self._draft_parts())
 
     def step(self, seqs: Sequences, tree: Tree, logit_nodes: Ints) -> StepTables:
         if tree.nodes > _MOST_NODES:
@@ -73,7 +74,7 @@ class NativeTables:
         given = _heads(seqs, tree)
         for line in tree.tokens:
             given += line
-        feeds = dict(self._step(len(tree.shapes), tree.nodes, given, seqs.pages))
+        feeds = self._step(len(tree.shapes), tree.nodes, given, seqs.pages)
         feeds["logit_nodes"] = logit_nodes
         return StepTables(feeds, seqs, tree, feeds["positions"], {})  # type: ignore[arg-type]
 
@@ -83,7 +84,7 @@ class NativeTables:
         given = [*_heads(step.seqs, step.tree), *counts]
         for line, count in zip(path, counts, strict=True):
             given += line[:count]
-        feeds = dict(self._commit(len(counts), step.tree.nodes, given, step.seqs.pages))
+        feeds = self._commit(len(counts), step.tree.nodes, given, step.seqs.pages)
         feeds["slots"] = step.feeds["slots"]
         return feeds
 
@@ -93,56 +94,71 @@ class NativeTables:
         given = [*seqs.slots, *seqs.lengths, *pending]
         for line, count in zip(next_tokens, pending, strict=True):
             given += line[:count]
-        feeds = dict(self._draft(len(pending), steps, given, seqs.pages))
+        feeds = self._draft(len(pending), steps, given, seqs.pages)
         return feeds, {name: feeds.pop(name) for name in ("mtp_accepted", "mtp_dst")}
 
-    def _step_layout(self, batch: int, nodes: int, dims: Sequence[int]) -> _Layout:
-        b, n, (rows, *entries) = batch, nodes, dims
-        layout: _Layout = [
-            ("token_ids", np.int64, (b, n)),
-            ("positions", np.int64, (b, n)),
-            ("slots", np.int64, (b,)),
-            ("window_rows", np.int64, (b, rows)),
-            ("node_mask", np.float32, (b, n, rows + n)),
-        ]
-        for name in self._kinds:
-            held, ends, pooled = entries[:3] if name == "csa" else entries[3:6]
-            layout += [
-                (f"{name}_rows", np.int64, (b, held)),
-                (f"{name}_pool_table", np.int64, (b, ends, pooled)),
-                (f"{name}_entry_positions", np.int64, (b, ends)),
-                (f"{name}_mask", np.float32, (b, n, held + ends)),
+    def _step_parts(self) -> list[_Part]:
+        def nodes(b: int, n: int, rows: int) -> _Layout:
+            return [
+                ("token_ids", np.int64, (b, n)),
+                ("positions", np.int64, (b, n)),
+                ("slots", np.int64, (b,)),
+                ("window_rows", np.int64, (b, rows)),
+                ("node_mask", np.float32, (b, n, rows + n)),
             ]
-        return layout
 
-    def _commit_layout(self, batch: int, nodes: int, dims: Sequence[int]) -> _Layout:
-        names = ["accepted", "window_dst", *(["stream_dst"] if self.sizes.has_mtp else [])]
-        layout: _Layout = [(name, np.int64, (dims[0],)) for name in names]
-        for name in self._kinds:
-            folded, emitted = dims[1:3] if name == "csa" else dims[3:5]
-            layout += [
-                (f"{name}_fold_table", np.int64, (batch, 3 if name == "csa" else 1, folded)),
-                (f"{name}_emitted", np.int64, (emitted,)),
-                (f"{name}_dst", np.int64, (emitted,)),
+        def entries(kind: str, b: int, n: int, held: int, ends: int, pooled: int) -> _Layout:
+            return [
+                (f"{kind}_rows", np.int64, (b, held)),
+                (f"{kind}_pool_table", np.int64, (b, ends, pooled)),
+                (f"{kind}_entry_positions", np.int64, (b, ends)),
+                (f"{kind}_mask", np.float32, (b, n, held + ends)),
             ]
-        return layout
 
-    def _draft_layout(self, batch: int, steps: int, dims: Sequence[int]) -> _Layout:
-        b, (rows, width, read) = batch, dims[:3]
-        layout: _Layout = [(name, np.int64, (b, width)) for name in ("stream_rows", "next_tokens", "positions")]
-        layout += [("mtp_window_rows", np.int64, (b, rows)), ("catchup_mask", np.float32, (b, width, rows + width))]
-        if steps:
-            layout += [("last_row", np.int64, (b, 1)), ("root_position", np.int64, (b, 1))]
-        if steps > 1:
-            layout.append(("level_mask", np.float32, (b, steps - 1, rows + width)))
-        return [*layout, ("mtp_accepted", np.int64, (read,)), ("mtp_dst", np.int64, (read,))]
+        places = {"csa": slice(1, 4), "hca": slice(4, 7)}
+        return [_Part(slice(0, 1), nodes), *(_Part(places[k], partial(entries, k)) for k in self._kinds)]
+
+    def _commit_parts(self) -> list[_Part]:
+        def rows(b: int, n: int, accepted: int) -> _Layout:
+            names = ["accepted", "window_dst", *(["stream_dst"] if self.sizes.has_mtp else [])]
+            return [(name, np.int64, (accepted,)) for name in names]
+
+        def folds(kind: str, b: int, n: int, folded: int, emitted: int) -> _Layout:
+            return [
+                (f"{kind}_fold_table", np.int64, (b, 3 if kind == "csa" else 1, folded)),
+                (f"{kind}_emitted", np.int64, (emitted,)),
+                (f"{kind}_dst", np.int64, (emitted,)),
+            ]
+
+        places = {"csa": slice(1, 3), "hca": slice(3, 5)}
+        return [_Part(slice(0, 1), rows), *(_Part(places[k], partial(folds, k)) for k in self._kinds)]
+
+    def _draft_parts(self) -> list[_Part]:
+        def all_of_them(b: int, steps: int, rows: int, width: int, read: int) -> _Layout:
+            layout: _Layout = [(name, np.int64, (b, width)) for name in ("stream_rows", "next_tokens", "positions")]
+            layout += [("mtp_window_rows", np.int64, (b, rows)), ("catchup_mask", np.float32, (b, width, rows + width))]
+            if steps:
+                layout += [("last_row", np.int64, (b, 1)), ("root_position", np.int64, (b, 1))]
+            if steps > 1:
+                layout.append(("level_mask", np.float32, (b, steps - 1, rows + width)))
+            return [*layout, ("mtp_accepted", np.int64, (read,)), ("mtp_dst", np.int64, (read,))]
+
+        return [_Part(slice(0, 3), all_of_them)]
+
+
+class _Part(NamedTuple):
+    """Arrays that lie together: which of the dimensions they depend on, and their layout by batch, nodes (steps) and these."""
+
+    dims: slice
+    layout: Callable[..., _Layout]
 
 
 class _Function:
-    """One function of the library with its buffers; its arrays are made once for each set of dimensions."""
+    """One function of the library with its buffers. The arrays of a part are made once for each place and set of dimensions, so that
+    a graph to which they are bound finds them again."""
 
-    def __init__(self, run: Any, numbers: Any, layout: Callable[[int, int, Sequence[int]], _Layout]) -> None:
-        self._run, self._numbers, self._layout = run, numbers, layout
+    def __init__(self, run: Any, numbers: Any, parts: list[_Part]) -> None:
+        self._run, self._numbers, self._parts = run, numbers, parts
         self._given = (ctypes.c_int64 * _MOST_GIVEN)()
         self._dims = (ctypes.c_int64 * _MOST_DIMS)()
         self._room(1 << 16)
@@ -150,9 +166,10 @@ class _Function:
     def _room(self, size: int) -> None:
         self._buffer = np.zeros(size // 8 + 1, np.int64)
         self._address, self._size = self._buffer.ctypes.data, size
-        self._views: dict[tuple[int, ...], Feeds] = {}
+        self._known: dict[tuple[int, ...], tuple[Feeds, int]] = {}
 
     def __call__(self, batch: int, nodes: int, given: list[int], pages: Ints) -> Feeds:
+        """Fresh dictionary of arrays."""
         if len(given) > len(self._given):
             self._given = (ctypes.c_int64 * (2 * len(given)))()
         self._given[: len(given)] = given  # type: ignore[assignment]
@@ -161,11 +178,16 @@ class _Function:
         if used > self._size:
             self._room(2 * used)
             self._call(batch, nodes, pages)
-        key = (batch, nodes, *self._dims)
-        views = self._views.get(key)
-        if views is None:
-            views = self._views[key] = self._arrays(self._layout(batch, nodes, self._dims[:]))
-        return views
+        feeds: Feeds = {}
+        dims, offset = self._dims[:], 0
+        for number, part in enumerate(self._parts):
+            key = (number, offset, batch, nodes, *dims[part.dims])
+            known = self._known.get(key)
+            if known is None:
+                known = self._make(key, part.layout(batch, nodes, *dims[part.dims]), offset)
+            feeds.update(known[0])
+            offset = known[1]
+        return feeds
 
     def _call(self, batch: int, nodes: int, pages: Ints) -> int:
         return int(
@@ -174,15 +196,15 @@ class _Function:
             )
         )
 
-    def _arrays(self, layout: _Layout) -> Feeds:
-        if len(self._views) >= _MOST_VIEWS:
-            self._views.clear()
+    def _make(self, key: tuple[int, ...], layout: _Layout, offset: int) -> tuple[Feeds, int]:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
         arrays: dict[str, NDArray[Any]] = {}
-        offset = 0
         for name, dtype, shape in layout:
             arrays[name] = np.ndarray(shape, dtype, self._buffer, offset)
             offset += -(-arrays[name].nbytes // 8) * 8
-        return arrays
+        self._known[key] = (arrays, offset)
+        return self._known[key]
 
 
 def _heads(seqs: Sequences, tree: Tree) -> list[int]:
