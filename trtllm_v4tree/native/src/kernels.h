@@ -73,6 +73,7 @@ struct Kernels {
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t count, float limit, float scale);
   void (*add)(const float* x, float* to, int64_t count);  // to += x
   void (*sigmoid)(float* x, int64_t count);
+  void (*sqrt_softplus)(const float* x, float* out, int64_t count);  // sqrt(log(1 + e^x))
   // out = x * rsqrt(mean x^2 + eps) * weight (weight may be null)
   void (*rms_norm)(const float* x, const float* weight, float* out, int64_t count, float eps);
   float (*mean_square)(const float* x, int64_t count);

@@ -20,6 +20,18 @@ V4_INLINE V vexp(V x) {
 
 V4_INLINE vf vsigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
 
+// log(1 + e) for e in [0, 1], as 2 atanh(e / (2 + e)): absolute error below 1e-7.
+V4_INLINE vf vlog1p(vf e) {
+  const vf t = e / (2.0f + e), t2 = t * t;
+  vf p = splat(2.0f / 13);
+  p = p * t2 + 2.0f / 11;
+  p = p * t2 + 2.0f / 9;
+  p = p * t2 + 2.0f / 7;
+  p = p * t2 + 2.0f / 5;
+  p = p * t2 + 2.0f / 3;
+  return p * t2 * t + 2.0f * t;
+}
+
 // Blocks that a tile reads: A side by side in one panel, then B at the start of the next; elements from a row (a pair of rows) to the next.
 template <class T>
 struct Panels {
@@ -471,6 +483,14 @@ static void sigmoid(float* x, int64_t count) {
   }
 }
 
+static void sqrt_softplus(const float* x, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const vf v = load_some(x, i, count);
+    store_some(out, i, count, vmax(v, vf{}) + vlog1p(vexp(select(v > 0.0f, -v, v))));
+  }
+  for (int64_t i = 0; i < count; ++i) out[i] = __builtin_sqrtf(out[i]);
+}
+
 static float mean_square(const float* x, int64_t count) {
   vf acc = vf{};
   int64_t i = 0;
@@ -520,18 +540,6 @@ static void spread(const float* streams, const float* out, const float* post, co
     spread_of(streams, out, post, comb, 4, dim, result);
   else
     spread_of(streams, out, post, comb, static_cast<int>(m), dim, result);
-}
-
-// log(1 + e) for e in [0, 1], as 2 atanh(e / (2 + e)): absolute error below 1e-7.
-V4_INLINE vf vlog1p(vf e) {
-  const vf t = e / (2.0f + e), t2 = t * t;
-  vf p = splat(2.0f / 13);
-  p = p * t2 + 2.0f / 11;
-  p = p * t2 + 2.0f / 9;
-  p = p * t2 + 2.0f / 7;
-  p = p * t2 + 2.0f / 5;
-  p = p * t2 + 2.0f / 3;
-  return p * t2 * t + 2.0f * t;
 }
 
 // A softmax pool so far: log of the sum of exp of the scores, and the weighted mean of the values.
@@ -593,5 +601,5 @@ static int64_t next_above(const float* x, int64_t from, int64_t count, float flo
 }
 
 extern const Kernels table;
-const Kernels table = {V4_NAME,  words,   encode,   linear,      attention, scores, add_weighted, sinkhorn, swiglu,      add,
-                       sigmoid,  rms_norm, mean_square, mix,    spread,    pool,   fold,         log_sum_exp, next_above};
+const Kernels table = {V4_NAME, words,    encode,   linear,        attention,   scores, add_weighted, sinkhorn, swiglu,      add,
+                       sigmoid, sqrt_softplus, rms_norm, mean_square, mix,    spread, pool,         fold,     log_sum_exp, next_above};

@@ -191,20 +191,18 @@ struct Routing {
 
 }  // namespace
 
-static float router_score(float logit) {  // sqrt(softplus)
-  return std::sqrt(logit > 20.0f ? logit : std::log1p(std::exp(logit)));
-}
-
-// hidden [rows, ldx]: router logits in the first columns; route: bias [E] or expert ids by token [V, k]
-static Routing route_tokens(const MixtureOfExperts& op, const float* hidden, int64_t ldx, int64_t rows, const Tensor& route,
-                            const int64_t* tokens) {
+// logits [rows, experts]; route: bias [E] or expert ids by token [V, k]
+static Routing route_tokens(const MixtureOfExperts& op, const float* logits, int64_t rows, const Tensor& route, const int64_t* tokens) {
   const bool hashed = route.type == ort::kInt64;
-  std::vector<int64_t> chosen(rows * op.topk), order(op.experts);
-  std::vector<float> weight(rows * op.topk), score(op.experts), biased(op.experts);
+  thread_local std::vector<int64_t> chosen, order, next;
+  thread_local std::vector<float> weight, scores, biased;
+  chosen.resize(rows * op.topk), order.resize(op.experts), weight.resize(rows * op.topk), biased.resize(op.experts);
+  scores.resize(rows * op.experts);
+  kernels().sqrt_softplus(logits, scores.data(), rows * op.experts);
   Routing r;
   r.start.assign(op.experts + 1, 0);
   for (int64_t t = 0; t < rows; ++t) {
-    for (int64_t e = 0; e < op.experts; ++e) score[e] = router_score(hidden[t * ldx + e]);
+    const float* score = scores.data() + t * op.experts;
     if (hashed) {
       require(tokens[t] >= 0 && tokens[t] < route.dim(0), "a token id is out of range");
       std::copy_n(route.i64() + tokens[t] * op.topk, op.topk, chosen.begin() + t * op.topk);
@@ -226,7 +224,7 @@ static Routing route_tokens(const MixtureOfExperts& op, const float* hidden, int
   for (int64_t e = 0; e < op.experts; ++e) r.start[e + 1] += r.start[e];
   r.token.resize(rows * op.topk);
   r.share.resize(rows * op.topk);
-  std::vector<int64_t> next(r.start.begin(), r.start.end() - 1);
+  next.assign(r.start.begin(), r.start.end() - 1);
   for (int64_t i = 0; i < rows * op.topk; ++i) {
     const int64_t at = next[chosen[i]]++;
     r.token[at] = i / op.topk;
@@ -280,7 +278,7 @@ void MixtureOfExperts::run(const Context& ctx) const {
 
   const Rows routed_by = router.form == gate.form ? read : rows_of(x.f32(), rows, dim, router.form, router_words);
   linear_parallel(ctx, routed_by, rows, router, logits, experts);
-  const Routing r = route_tokens(*this, logits, experts, rows, ctx.input(5), tokens.i64());
+  const Routing r = route_tokens(*this, logits, rows, ctx.input(5), tokens.i64());
   for (int64_t i = 0; i < pairs; ++i) std::copy_n(read.data + r.token[i] * read.stride, read.stride, gathered + i * read.stride);
 
   // Every thread takes the same share of the columns of every expert.
