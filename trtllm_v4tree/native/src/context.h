@@ -111,25 +111,26 @@ class Context {
   }
   float* output_f32(size_t index, const std::vector<int64_t>& dims) const { return static_cast<float*>(output(index, dims)); }
 
-  // fn(task) for every task, on the threads of the library; a failure of any is thrown here.
+  // fn(task) for every task, on the threads of the library; the first failure is thrown here.
   template <class Fn>
   void parallel(int64_t tasks, const Fn& fn) const {
     struct Job {
       const Fn& fn;
       std::atomic<bool> failed;
-    } job{fn, {false}};
+      std::string what;
+    } job{fn, {false}, {}};
     run_tasks(
         tasks,
         [](void* user, int64_t task) {
           Job& job = *static_cast<Job*>(user);
           try {
             job.fn(task);
-          } catch (...) {
-            job.failed = true;
+          } catch (const std::exception& error) {
+            if (!job.failed.exchange(true)) job.what = error.what();
           }
         },
         &job);
-    require(!job.failed, "a part of the operator failed, for want of memory perhaps");
+    if (job.failed) throw Error(job.what);
   }
 
   // fn(first, last) over pieces of [0, count), one per thread; in one piece where it would take less than two hand-overs.
@@ -145,6 +146,39 @@ class Context {
   OrtKernelContext* context_;
   const std::vector<Tensor>& weights_;
 };
+
+// Where a piece of an operator runs: over the threads, or alone in the thread that has its rows.
+class Work {
+ public:
+  Work(const Context& ctx, bool alone = false) : ctx_(ctx), alone_(alone) {}
+
+  // fn(first, last) over pieces of [0, count), or once.
+  template <class Fn>
+  void split(int64_t count, int64_t nanoseconds, const Fn& fn) const {
+    if (!alone_)
+      ctx_.split(count, nanoseconds, fn);
+    else if (count > 0)
+      fn(int64_t{0}, count);
+  }
+
+ private:
+  const Context& ctx_;
+  bool alone_;
+};
+
+constexpr int64_t kReadTwice = 2 << 20;  // bytes of weights up to which every thread may read all of them
+
+// fn(work, first, last): either every thread does all of its own rows, so that these stay in its caches from operator to operator and
+// threads meet once in an operator; or, where a thread would have fewer than two rows or weights are too many to be read by each, all
+// threads share all rows and split columns. With two threads, a pass over six nodes: 731 -> 662 us with caches near to each other, 1400 ->
+// 1020 with caches far apart (the same machine at other hours).
+template <class Fn>
+void by_rows(const Context& ctx, int64_t rows, int64_t weight_bytes, int64_t nanoseconds, const Fn& fn) {
+  if (rows >= 2 * num_threads() && weight_bytes <= kReadTwice)
+    ctx.split(rows, nanoseconds, [&](int64_t first, int64_t last) { fn(Work(ctx, true), first, last); });
+  else
+    fn(Work(ctx), int64_t{0}, rows);
+}
 
 // Rows that a linear reads, and words from one to the next.
 struct Rows {
@@ -190,6 +224,8 @@ inline Packed packed(const Tensor& w, int64_t inputs, bool rounded = false) {
   p.blocks = bytes / p.block_bytes();
   return p;
 }
+
+inline int64_t bytes_of(const Tensor& w) { return w.count() * (w.type == ort::kFloat ? 4 : w.type == ort::kUint8 ? 1 : 2); }
 
 // The packed weight number e of a stack of `count`.
 inline Packed part_of(const Tensor& stack, int64_t inputs, int64_t count, int64_t e, bool rounded = false) {

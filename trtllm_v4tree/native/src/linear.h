@@ -14,16 +14,16 @@ inline Rows rows_of(const float* x, int64_t rows, int64_t inputs, Form form, std
   return {to, words};
 }
 
-inline void linear_parallel(const Context& ctx, const Rows& x, int64_t rows, const Packed& w, float* y, int64_t columns) {
-  ctx.split(w.blocks, linear_cost(rows, w), [&](int64_t first, int64_t last) {
+inline void linear_parallel(const Work& work, const Rows& x, int64_t rows, const Packed& w, float* y, int64_t columns) {
+  work.split(w.blocks, linear_cost(rows, w), [&](int64_t first, int64_t last) {
     kernels().linear(x.data, x.stride, rows, w, first, last, y, columns, columns);
   });
 }
 
 // The same of rows of floats.
-inline void linear_parallel(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* y, int64_t columns) {
+inline void linear_parallel(const Work& work, const float* x, int64_t rows, const Packed& w, float* y, int64_t columns) {
   thread_local std::vector<float> words;
-  linear_parallel(ctx, rows_of(x, rows, w.inputs, w.form, words), rows, w, y, columns);
+  linear_parallel(work, rows_of(x, rows, w.inputs, w.form, words), rows, w, y, columns);
 }
 
 }  // namespace v4tree

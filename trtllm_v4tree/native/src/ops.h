@@ -16,6 +16,8 @@ struct Linear {
   static constexpr const char *kName = "PackedLinear", *kInputs = "fwFW", *kOutputs = "f";
   explicit Linear(const Attributes& a);
   void run(const Context& ctx) const;
+  void piece(const Work& work, const float* x, int64_t rows, int64_t dim, const Tensor& weight, const float* norm, const Tensor& second,
+             float* result) const;
   int64_t columns, groups, then;
   float eps;
   bool rounded;
@@ -84,7 +86,13 @@ struct HyperHead {
 struct MixtureOfExperts {
   static constexpr const char *kName = "MixtureOfExperts", *kInputs = "fiwwwaww", *kOutputs = "f";
   explicit MixtureOfExperts(const Attributes& a);
+  struct Weights {
+    Packed router, shared_out, gate, shared_gate;
+    Tensor shared_in, route, fc1, fc2;
+  };
   void run(const Context& ctx) const;
+  Weights weights(const Context& ctx, int64_t dim) const;
+  void piece(const Work& work, const Weights& w, const float* x, const int64_t* tokens, int64_t rows, int64_t dim, float* out) const;
   int64_t experts, topk, width, shared;
   float limit, scale;
   bool rounded;
@@ -95,6 +103,7 @@ struct TopLogProbs {
   explicit TopLogProbs(const Attributes& a);
   void run(const Context& ctx) const;
   void best(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* values, int64_t* tokens) const;
+  void piece(const Work& work, const float* x, int64_t rows, const Packed& w, float* values, int64_t* tokens) const;
   int64_t columns, topk;
   bool rounded;
 };
@@ -162,7 +171,8 @@ struct AttentionInputs {
   void run(const Context& ctx) const;
   int64_t width() const { return q_width + head_dim + raw_width + index_width + index_heads; }
   void check(const Context& ctx, Split& s, size_t at, const Tensor& cos) const;
-  void split(const Context& ctx, const float* projected, const Split& s) const;
+  Split rows_of(Split s, int64_t first, int64_t last) const;
+  void split(const Work& work, const float* projected, const Split& s) const;
   int64_t q_width, head_dim, raw_width, index_width, index_heads;
   float eps, index_scale;
 };

@@ -24,32 +24,39 @@ Linear::Linear(const Attributes& a)
 }
 void Linear::run(const Context& ctx) const {
   const Tensor x = ctx.input(0), weight = ctx.input(1), norm = ctx.input(2), second = ctx.input(3);
-  const int64_t inputs = x.dim(-1) / groups, rows = x.count() / x.dim(-1), width = columns / groups;
-  require(x.dim(-1) % groups == 0, "the inputs do not divide into the groups");
-  const Packed one = part_of(weight, inputs, groups, 0, rounded);
-  const int64_t blocks = one.blocks;
-  require(blocks == (width + kLanes - 1) / kLanes, "the packed weight does not fit the output");
-  thread_local std::vector<float> buffer, words, first_buffer;
+  const int64_t dim = x.dim(-1), rows = x.count() / dim, out = then ? then : columns;
+  require(dim % groups == 0, "the inputs do not divide into the groups");
+  const Packed one = part_of(weight, dim / groups, groups, 0, rounded);
+  require(one.blocks == (columns / groups + kLanes - 1) / kLanes, "the packed weight does not fit the output");
   require(static_cast<bool>(second) == (then > 0), "a second product needs its weight");
-  float* result = ctx.output_f32(0, with_last(x, then ? then : columns));
-  float* y = then ? scratch(first_buffer, rows * columns) : result;
-  const float* from_rows = x.f32();
-  if (norm) {
-    require(norm.count() == x.dim(-1), "the norm does not fit the input");
-    float* normed = scratch(buffer, x.count());
-    for (int64_t r = 0; r < rows; ++r)
-      kernels().rms_norm(x.f32() + r * x.dim(-1), norm.f32(), normed + r * x.dim(-1), x.dim(-1), eps);
-    from_rows = normed;
+  require(!norm || norm.count() == dim, "the norm does not fit the input");
+  float* result = ctx.output_f32(0, with_last(x, out));
+  const int64_t bytes = bytes_of(weight) + (second ? bytes_of(second) : 0);
+  by_rows(ctx, rows, bytes, groups * linear_cost(rows, one), [&](const Work& work, int64_t first, int64_t last) {
+    piece(work, x.f32() + first * dim, last - first, dim, weight, norm.f32(), second, result + first * out);
+  });
+}
+
+void Linear::piece(const Work& work, const float* x, int64_t rows, int64_t dim, const Tensor& weight, const float* norm,
+                   const Tensor& second, float* result) const {
+  thread_local std::vector<float> normed, words, between;
+  const int64_t inputs = dim / groups, width = columns / groups;
+  const Packed one = part_of(weight, inputs, groups, 0, rounded);
+  float* y = then ? scratch(between, rows * columns) : result;
+  if (norm != nullptr) {
+    float* to = scratch(normed, rows * dim);
+    for (int64_t r = 0; r < rows; ++r) kernels().rms_norm(x + r * dim, norm, to + r * dim, dim, eps);
+    x = to;
   }
-  const Rows read = rows_of(from_rows, rows * groups, inputs, one.form, words);  // a group is a row of its own
-  ctx.split(groups * blocks, groups * linear_cost(rows, one), [&](int64_t first, int64_t last) {
-    for (int64_t g = first / blocks; g * blocks < last; ++g) {
-      const int64_t from = std::max<int64_t>(first - g * blocks, 0), to = std::min(last - g * blocks, blocks);
+  const Rows read = rows_of(x, rows * groups, inputs, one.form, words);  // a group is a row of its own
+  work.split(groups * one.blocks, groups * linear_cost(rows, one), [&](int64_t first, int64_t last) {
+    for (int64_t g = first / one.blocks; g * one.blocks < last; ++g) {
+      const int64_t from = std::max<int64_t>(first - g * one.blocks, 0), to = std::min(last - g * one.blocks, one.blocks);
       const Packed part = part_of(weight, inputs, groups, g, rounded);
       kernels().linear(read.data + g * read.stride, groups * read.stride, rows, part, from, to, y + g * width, columns, width);
     }
   });
-  if (then) linear_parallel(ctx, y, rows, packed(second, columns, rounded), result, then);
+  if (then) linear_parallel(work, y, rows, packed(second, columns, rounded), result, then);
 }
 
 HyperMix::HyperMix(const Attributes& a)
@@ -259,50 +266,65 @@ struct Activations {
 
 }  // namespace
 
+MixtureOfExperts::Weights MixtureOfExperts::weights(const Context& ctx, int64_t dim) const {
+  const Tensor shared_in = ctx.input(3), fc1 = ctx.input(6);
+  const Weights w{packed(ctx.input(2), dim, rounded), packed(ctx.input(4), shared, rounded), part_of(fc1, dim, 2 * experts, 0, rounded),
+                  part_of(shared_in, dim, 2, 0, rounded), shared_in, ctx.input(5), fc1, ctx.input(7)};
+  require(w.gate.form == w.shared_gate.form && w.gate.form == w.shared_out.form, "experts are stored in more than one form");
+  return w;
+}
+
 // x [.., D], token ids [..], router [D, E], shared_in [gate, up][D, S], shared_out [S, D], route: bias [E] or ids by token [V, k],
 // fc1 [E][gate, up][D, I], fc2 [E][I, D], all packed -> shared expert + scale * sum of the routed ones [.., D]
 void MixtureOfExperts::run(const Context& ctx) const {
-  const Tensor x = ctx.input(0), tokens = ctx.input(1), shared_in = ctx.input(3), fc1 = ctx.input(6), fc2 = ctx.input(7);
-  const int64_t dim = x.dim(-1), rows = x.count() / dim, pairs = rows * topk;
-  const Packed router = packed(ctx.input(2), dim, rounded), shared_out = packed(ctx.input(4), shared, rounded);
-  const Packed gate = part_of(fc1, dim, 2 * experts, 0, rounded), shared_gate = part_of(shared_in, dim, 2, 0, rounded);
+  const Tensor x = ctx.input(0), tokens = ctx.input(1);
+  const int64_t dim = x.dim(-1), rows = x.count() / dim;
+  const Weights w = weights(ctx, dim);
   require(tokens.count() == rows, "there is not one token id per row");
-  require(gate.form == shared_gate.form && gate.form == shared_out.form, "experts are stored in more than one form");
   float* out = ctx.output_f32(0, with_last(x, dim));
+  const int64_t bytes = bytes_of(w.shared_in) + bytes_of(w.fc1) + bytes_of(w.fc2);
+  by_rows(ctx, rows, bytes, 2 * linear_cost(rows * topk, w.gate), [&](const Work& work, int64_t first, int64_t last) {
+    piece(work, w, x.f32() + first * dim, tokens.i64() + first, last - first, dim, out + first * dim);
+  });
+}
+
+void MixtureOfExperts::piece(const Work& work, const Weights& w, const float* x, const int64_t* tokens, int64_t rows, int64_t dim,
+                             float* out) const {
   thread_local std::vector<float> buffer, router_words, words, act_words, shared_words;
-  const Rows read = rows_of(x.f32(), rows, dim, gate.form, words);
+  const int64_t pairs = rows * topk;
+  const Rows read = rows_of(x, rows, dim, w.gate.form, words);
   const int64_t hidden = Activations::size(pairs, width) + Activations::size(rows, shared);
   float* logits = scratch(buffer, rows * experts + pairs * (read.stride + dim) + hidden);
   float *gathered = logits + rows * experts, *sums = gathered + pairs * read.stride;
   const Activations routed(sums + pairs * dim, pairs, width), common(routed.act + pairs * width, rows, shared);
 
-  const Rows routed_by = router.form == gate.form ? read : rows_of(x.f32(), rows, dim, router.form, router_words);
-  linear_parallel(ctx, routed_by, rows, router, logits, experts);
-  const Routing r = route_tokens(*this, logits, rows, ctx.input(5), tokens.i64());
+  const Rows routed_by = w.router.form == w.gate.form ? read : rows_of(x, rows, dim, w.router.form, router_words);
+  linear_parallel(work, routed_by, rows, w.router, logits, experts);
+  const Routing r = route_tokens(*this, logits, rows, w.route, tokens);
   for (int64_t i = 0; i < pairs; ++i) std::copy_n(read.data + r.token[i] * read.stride, read.stride, gathered + i * read.stride);
 
-  // Every thread takes the same share of the columns of every expert.
+  // Threads that share rows take the same share of the columns of every expert.
   const auto each_expert = [&](auto&& body) {
     for (int64_t e = 0; e < experts; ++e)
       if (const int64_t count = r.start[e + 1] - r.start[e]) body(e, r.start[e], count);
   };
-  const int64_t blocks = gate.blocks, cost = 2 * (linear_cost(pairs, gate) + linear_cost(rows, shared_gate));
-  ctx.split(blocks, cost, [&](int64_t from, int64_t to) {
-    const int64_t left = shared_gate.blocks * from / blocks, right = shared_gate.blocks * to / blocks;
-    common.run(read, 0, rows, shared_in, dim, 1, 0, rounded, left, right, limit, nullptr);
+  const int64_t blocks = w.gate.blocks, cost = 2 * (linear_cost(pairs, w.gate) + linear_cost(rows, w.shared_gate));
+  work.split(blocks, cost, [&](int64_t from, int64_t to) {
+    const int64_t left = w.shared_gate.blocks * from / blocks, right = w.shared_gate.blocks * to / blocks;
+    common.run(read, 0, rows, w.shared_in, dim, 1, 0, rounded, left, right, limit, nullptr);
     each_expert([&](int64_t e, int64_t first, int64_t count) {
       const Rows own{gathered + first * read.stride, read.stride};
-      routed.run(own, first, count, fc1, dim, experts, e, rounded, from, to, limit, r.share.data());
+      routed.run(own, first, count, w.fc1, dim, experts, e, rounded, from, to, limit, r.share.data());
     });
   });
-  const Rows active = rows_of(routed.act, pairs, width, gate.form, act_words);
-  const Rows shared_active = rows_of(common.act, rows, shared, gate.form, shared_words);
-  ctx.split(shared_out.blocks, cost / 2, [&](int64_t from, int64_t to) {
+  const Rows active = rows_of(routed.act, pairs, width, w.gate.form, act_words);
+  const Rows shared_active = rows_of(common.act, rows, shared, w.gate.form, shared_words);
+  work.split(w.shared_out.blocks, cost / 2, [&](int64_t from, int64_t to) {
     const int64_t left = from * kLanes, right = std::min(dim, to * kLanes);
-    kernels().linear(shared_active.data, shared_active.stride, rows, shared_out, from, to, out, dim, dim);
+    kernels().linear(shared_active.data, shared_active.stride, rows, w.shared_out, from, to, out, dim, dim);
     each_expert([&](int64_t e, int64_t first, int64_t count) {
-      const Packed w = part_of(fc2, width, experts, e, rounded);
-      kernels().linear(active.data + first * active.stride, active.stride, count, w, from, to, sums + first * dim, dim, dim);
+      const Packed down = part_of(w.fc2, width, experts, e, rounded);
+      kernels().linear(active.data + first * active.stride, active.stride, count, down, from, to, sums + first * dim, dim, dim);
       for (int64_t i = first; i < first + count; ++i) kernels().add(sums + i * dim + left, out + r.token[i] * dim + left, right - left);
     });
   });
@@ -321,10 +343,16 @@ void TopLogProbs::run(const Context& ctx) const {
 }
 
 void TopLogProbs::best(const Context& ctx, const float* x, int64_t rows, const Packed& w, float* values, int64_t* tokens) const {
+  by_rows(ctx, rows, w.block_bytes() * w.blocks, linear_cost(rows, w), [&](const Work& work, int64_t first, int64_t last) {
+    piece(work, x + first * w.inputs, last - first, w, values + first * topk, tokens + first * topk);
+  });
+}
+
+void TopLogProbs::piece(const Work& work, const float* x, int64_t rows, const Packed& w, float* values, int64_t* tokens) const {
   thread_local std::vector<float> buffer;
   float* logits = scratch(buffer, rows * columns);
-  linear_parallel(ctx, x, rows, w, logits, columns);
-  ctx.split(rows, rows * columns * 2, [&](int64_t first, int64_t last) {
+  linear_parallel(work, x, rows, w, logits, columns);
+  work.split(rows, rows * columns * 2, [&](int64_t first, int64_t last) {
     std::vector<std::pair<float, int64_t>> best(topk);
     for (int64_t r = first; r < last; ++r) {
       const float* row = logits + r * columns;

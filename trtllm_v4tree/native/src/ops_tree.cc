@@ -50,8 +50,18 @@ void AttentionInputs::check(const Context& ctx, Split& s, size_t at, const Tenso
   s.phase = phase.i64(), s.ape = ape.f32(), s.index_ape = index_ape.f32();
 }
 
-void AttentionInputs::split(const Context& ctx, const float* projected, const Split& s) const {
-  ctx.split(s.rows, s.rows * width() / 2, [&](int64_t first, int64_t last) {
+// The same of some of the rows.
+AttentionInputs::Split AttentionInputs::rows_of(Split s, int64_t first, int64_t last) const {
+  const auto advance = [](auto*& at, int64_t by) { at = at == nullptr ? nullptr : at + by; };
+  s.rows = last - first;
+  advance(s.cos, first * s.half), advance(s.sin, first * s.half), advance(s.phase, first), advance(s.q, first * q_width);
+  advance(s.kv, first * head_dim), advance(s.raw, first * raw_width), advance(s.index_raw, first * index_width);
+  advance(s.index_weights, first * index_heads);
+  return s;
+}
+
+void AttentionInputs::split(const Work& work, const float* projected, const Split& s) const {
+  work.split(s.rows, s.rows * width() / 2, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
       const float* from = projected + r * width();
       if (s.q != nullptr) kernels().rms_norm(from, s.q_norm, s.q + r * q_width, q_width, eps);
@@ -91,7 +101,6 @@ void AttentionInputs::run(const Context& ctx) const {
 void AttentionProject::run(const Context& ctx) const {
   const Tensor x = ctx.input(0), query_weight = ctx.input(9);
   const int64_t batch = x.dim(0), nodes = x.dim(1), dim = x.dim(2), width = inputs.width();
-  thread_local std::vector<float> projected, normed;
   AttentionInputs::Split s{};
   s.rows = batch * nodes;
   inputs.check(ctx, s, 2, ctx.input(4));
@@ -102,14 +111,18 @@ void AttentionProject::run(const Context& ctx) const {
   if (inputs.raw_width) s.raw = ctx.output_f32(2, {batch, nodes, inputs.raw_width});
   if (inputs.index_width) s.index_raw = ctx.output_f32(3, {batch, nodes, inputs.index_width});
   if (inputs.index_heads) s.index_weights = ctx.output_f32(4, {batch, nodes, inputs.index_heads});
-  if (queries != nullptr) s.q = scratch(normed, s.rows * inputs.q_width);
-  float* all = scratch(projected, s.rows * width);
-  linear_parallel(ctx, x.f32(), s.rows, in_proj, all, width);
-  inputs.split(ctx, all, s);
-  if (queries == nullptr) return;
-  const Packed query = packed(query_weight, inputs.q_width, rounded);
-  require(query.blocks == (query_columns + kLanes - 1) / kLanes, "the packed weight does not fit the output");
-  linear_parallel(ctx, s.q, s.rows, query, queries, query_columns);
+  const Packed query = queries ? packed(query_weight, inputs.q_width, rounded) : Packed{};
+  require(!queries || query.blocks == (query_columns + kLanes - 1) / kLanes, "the packed weight does not fit the output");
+  const int64_t bytes = bytes_of(ctx.input(1)) + (queries ? bytes_of(query_weight) : 0);
+  by_rows(ctx, s.rows, bytes, linear_cost(s.rows, in_proj), [&](const Work& work, int64_t first, int64_t last) {
+    thread_local std::vector<float> projected, normed;
+    AttentionInputs::Split own = inputs.rows_of(s, first, last);
+    if (queries != nullptr) own.q = scratch(normed, own.rows * inputs.q_width);
+    float* all = scratch(projected, own.rows * width);
+    linear_parallel(work, x.f32() + first * dim, own.rows, in_proj, all, width);
+    inputs.split(work, all, own);
+    if (queries != nullptr) linear_parallel(work, own.q, own.rows, query, queries + first * query_columns, query_columns);
+  });
 }
 
 void StackLayers::run(const Context& ctx) const {
