@@ -45,12 +45,13 @@ def set_patience(microseconds: int) -> None:
 
 
 @cache
-def tables() -> ctypes.CDLL | None:
-    """The library with the functions of `src/tables.cc` declared, or None without it."""
+def tables() -> ctypes.PyDLL | None:
+    """The library with the functions of `src/tables.cc` declared, or None without it. They keep the interpreter's lock: giving it up for a
+    microsecond would let other threads have it for milliseconds."""
     path = library()
     if path is None:
         return None
-    made = ctypes.CDLL(str(path))
+    made = ctypes.PyDLL(str(path))
     for name in ("step", "commit", "draft"):
         function = getattr(made, f"v4tree_{name}_tables")
         function.restype = ctypes.c_int64

@@ -1,4 +1,4 @@
-"""The tables of a round, made by the native library where it was compiled: the same as `tables.py` makes, in a third of the time.
+"""The tables of a round, made by the native library where it was compiled: the same as `tables.py` makes, in a fifth of the time.
 
 At batch 1 the host's part of a round is mostly tables, in Python a tenth of the round or more. What they hold is said and tested in
 `tables.py`; chunks of prompts, which are wider than a tree, come from there too.
@@ -60,7 +60,7 @@ class PythonTables:
 class NativeTables:
     """The same from the native library, into buffers of its own that are used again."""
 
-    def __init__(self, sizes: EngineSizes, library: ctypes.CDLL) -> None:
+    def __init__(self, sizes: EngineSizes, library: ctypes.PyDLL) -> None:
         self.sizes, self._python = sizes, PythonTables(sizes)
         self._kinds = [name for name, layers in (("csa", sizes.num_csa), ("hca", sizes.num_hca)) if layers]
         numbers = _numbers(sizes)
