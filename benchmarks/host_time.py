@@ -65,7 +65,8 @@ class Calls:
 
 def host_seconds(llm: LLM, calls: Calls, speculation: str, batch: int, max_tokens: int) -> list[float]:
     """Host seconds of every decode round in which all sequences take part."""
-    engine = Engine(calls, speculation, llm.engine.decoder, latency=llm.engine.latency)
+    # Prefill chunks of one size: by the clock they would differ between the recording and a replay.
+    engine = Engine(calls, speculation, llm.engine.decoder, latency=llm.engine.latency, max_num_tokens=1 << 16)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     prompts = [llm.encode_chat([("user", PROMPTS[i % len(PROMPTS)])]) for i in range(batch)]
     requests = [engine.submit(prompt, params) for prompt in prompts]
