@@ -90,7 +90,8 @@ class WindowEnds(NamedTuple):
 
 
 class StepTables(NamedTuple):
-    """Feeds of one target step, and what its commit needs again: `ends[kind][b]` are the nodes of b that complete a window."""
+    """Feeds of one target step, and what its commit needs again: `ends[kind][b]` are the nodes of b that complete a window (none where
+    the native library made the tables: its commit finds them anew)."""
 
     feeds: Feeds
     seqs: Sequences

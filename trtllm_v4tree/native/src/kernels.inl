@@ -391,7 +391,7 @@ V4_INLINE void value_columns(const AttentionGroup& g, int64_t column, const floa
   for (; row < g.rows; ++row) value_tile<1, C>(g, row, column, inverse);
 }
 
-// Scores of the keys as shares of a softmax without its division, which is by `sum`.
+// Exponentials of the scores against the largest of a row, and one over the sum of each row's.
 template <class V>
 V4_INLINE void softmax_scores(const AttentionGroup& g, float* inverse) {
   scores_of<V>(g.keys, g.num_keys, g.query, g.mask, g.scores, g.head_dim);
@@ -601,5 +601,5 @@ static int64_t next_above(const float* x, int64_t from, int64_t count, float flo
 }
 
 extern const Kernels table;
-const Kernels table = {V4_NAME, words,    encode,   linear,        attention,   scores, add_weighted, sinkhorn, swiglu,      add,
-                       sigmoid, sqrt_softplus, rms_norm, mean_square, mix,    spread, pool,         fold,     log_sum_exp, next_above};
+const Kernels table = {V4_NAME, words,         encode,   linear,      attention, scores, add_weighted, sinkhorn, swiglu,      add,
+                       sigmoid, sqrt_softplus, rms_norm, mean_square, mix,       spread, pool,         fold,     log_sum_exp, next_above};

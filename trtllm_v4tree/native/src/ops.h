@@ -171,7 +171,7 @@ struct AttentionInputs {
   void run(const Context& ctx) const;
   int64_t width() const { return q_width + head_dim + raw_width + index_width + index_heads; }
   void check(const Context& ctx, Split& s, size_t at, const Tensor& cos) const;
-  Split rows_of(Split s, int64_t first, int64_t last) const;
+  Split part(Split s, int64_t first, int64_t last) const;
   void split(const Work& work, const float* projected, const Split& s) const;
   int64_t q_width, head_dim, raw_width, index_width, index_heads;
   float eps, index_scale;

@@ -51,7 +51,7 @@ void AttentionInputs::check(const Context& ctx, Split& s, size_t at, const Tenso
 }
 
 // The same of some of the rows.
-AttentionInputs::Split AttentionInputs::rows_of(Split s, int64_t first, int64_t last) const {
+AttentionInputs::Split AttentionInputs::part(Split s, int64_t first, int64_t last) const {
   const auto advance = [](auto*& at, int64_t by) { at = at == nullptr ? nullptr : at + by; };
   s.rows = last - first;
   advance(s.cos, first * s.half), advance(s.sin, first * s.half), advance(s.phase, first), advance(s.q, first * q_width);
@@ -116,7 +116,7 @@ void AttentionProject::run(const Context& ctx) const {
   const int64_t bytes = bytes_of(ctx.input(1)) + (queries ? bytes_of(query_weight) : 0);
   by_rows(ctx, s.rows, bytes, linear_cost(s.rows, in_proj), [&](const Work& work, int64_t first, int64_t last) {
     thread_local std::vector<float> projected, normed;
-    AttentionInputs::Split own = inputs.rows_of(s, first, last);
+    AttentionInputs::Split own = inputs.part(s, first, last);
     if (queries != nullptr) own.q = scratch(normed, own.rows * inputs.q_width);
     float* all = scratch(projected, own.rows * width);
     linear_parallel(work, x.f32() + first * dim, own.rows, in_proj, all, width);
@@ -300,80 +300,76 @@ int64_t row_groups(int64_t batch, int64_t rows) {
 class Attention {
  public:
   Attention(const TreeAttention& op, const Context& ctx) : op_(op), query_(ctx.input(0)), node_mask_(ctx.input(4)), entry_mask_(ctx.input(8)),
-        sink_(ctx.input(9)), cos_(ctx.input(10)), sin_(ctx.input(11)), batch(query_.dim(0)), nodes(query_.dim(1)), half_(cos_.dim(-1)),
+        sink_(ctx.input(9)), cos_(ctx.input(10)), sin_(ctx.input(11)), dim_(ctx.input(1).dim(1)), half_(cos_.dim(-1)),
         near_(node_mask_.dim(2)), far_(entry_mask_ ? entry_mask_.dim(2) : 0) {
     gather(ctx);
-    require(query_.dim(2) >= op.heads * dim && dim % kLanes == 0 && sink_.count() == op.heads, "the attention query has the wrong width");
-    out_ = ctx.output_f32(0, {batch, nodes, op.heads * dim});
+    require(query_.dim(2) >= op.heads * dim_ && dim_ % kLanes == 0 && sink_.count() == op.heads, "the attention query has the wrong width");
+    out_ = ctx.output_f32(0, {batch(), nodes(), op.heads * dim_});
   }
 
+  int64_t batch() const { return query_.dim(0); }
+  int64_t nodes() const { return query_.dim(1); }
   int64_t keys() const { return near_ + far_; }
+  int64_t dim() const { return dim_; }
 
   void attend(int64_t b, const RowGroup& group) const {
     thread_local std::vector<float> buffer;
     thread_local std::vector<const float*> seen;
     if (static_cast<int64_t>(seen.size()) < keys()) seen.resize(keys());
-    float* q = scratch(buffer, 2 * dim * kLanes + 2 * keys() * kLanes);
-    float *o = q + dim * kLanes, *mask = o + dim * kLanes, *scores = mask + keys() * kLanes, sinks[kLanes] = {};
+    float* q = scratch(buffer, 2 * dim_ * kLanes + 2 * keys() * kLanes);
+    float *o = q + dim_ * kLanes, *mask = o + dim_ * kLanes, *scores = mask + keys() * kLanes, sinks[kLanes] = {};
     pack_queries(b, group, q, sinks, o);
     Visible visible(group, mask, seen.data());
     const float* const* rows = keys_[b].rows.data();
-    const float* near_mask = node_mask_.f32() + b * nodes * near_;
+    const float* near_mask = node_mask_.f32() + b * nodes() * near_;
     visible.add(rows, near_mask, near_, 0, 1, 1, true);  // it carries the sink
-    visible.add(rows, near_mask, near_, near_ - 1, -1, std::min(nodes, near_ - 1));
-    visible.add(rows, near_mask, near_, 1, 1, near_ - 1 - nodes);
-    if (far_) visible.add(rows + near_, entry_mask_.f32() + b * nodes * far_, far_, 0, 1, far_);
-    kernels().attention({seen.data(), visible.size(), q, mask, sinks, scores, o, dim, group.count});
+    visible.add(rows, near_mask, near_, near_ - 1, -1, std::min(nodes(), near_ - 1));
+    visible.add(rows, near_mask, near_, 1, 1, near_ - 1 - nodes());
+    if (far_) visible.add(rows + near_, entry_mask_.f32() + b * nodes() * far_, far_, 0, 1, far_);
+    kernels().attention({seen.data(), visible.size(), q, mask, sinks, scores, o, dim_, group.count});
     for (int64_t r = 0; r < group.count; ++r) {
-      const int64_t n = b * nodes + group.node(r);
-      rotate(o + r * dim, cos_.f32() + n * half_, sin_.f32() + n * half_, half_, -1);
-      std::copy_n(o + r * dim, dim, out_ + (n * op_.heads + group.head(r)) * dim);
+      const int64_t n = b * nodes() + group.node(r);
+      rotate(o + r * dim_, cos_.f32() + n * half_, sin_.f32() + n * half_, half_, -1);
+      std::copy_n(o + r * dim_, dim_, out_ + (n * op_.heads + group.head(r)) * dim_);
     }
   }
 
  private:
   void gather(const Context& ctx) {
     const Tensor window = ctx.input(1), window_rows = ctx.input(2), entries = ctx.input(5), entry_rows = ctx.input(6), branch = ctx.input(7);
-    dim = window.dim(1);
     std::vector<Tensor> parts;
     Tensor part = ctx.input(3);
     for (size_t i = 12; part; part = i < 12 + TreeAttention::kMoreParts ? ctx.input(i++) : Tensor{}) parts.push_back(part);
     int64_t own = 0;
     for (const Tensor& p : parts) {
-      require(p.rank == 3 && p.dim(0) == batch && p.dim(2) == dim, "rows of nodes do not fit the window");
+      require(p.rank == 3 && p.dim(0) == batch() && p.dim(2) == dim_, "rows of nodes do not fit the window");
       own += p.dim(1);
     }
     require(near_ == window_rows.dim(1) + own, "the node mask has the wrong width");
     require(far_ == (far_ ? entry_rows.dim(1) + branch.dim(1) : 0), "the entry mask has the wrong width");
-    for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t b = 0; b < batch(); ++b) {
       keys_.emplace_back(keys());
-      keys_[b].pooled(window, window_rows, op_.window_offset, b, dim);
-      for (const Tensor& p : parts) keys_[b].fresh(p, b, dim);
-      if (far_) keys_[b].pooled(entries, entry_rows, op_.entry_offset, b, dim), keys_[b].fresh(branch, b, dim);
+      keys_[b].pooled(window, window_rows, op_.window_offset, b, dim_);
+      for (const Tensor& p : parts) keys_[b].fresh(p, b, dim_);
+      if (far_) keys_[b].pooled(entries, entry_rows, op_.entry_offset, b, dim_), keys_[b].fresh(branch, b, dim_);
     }
   }
 
   // Queries of a group, normed, rotated and scaled, as [dim][16]; a row at a time is worked on at `row`.
   void pack_queries(int64_t b, const RowGroup& group, float* q, float* sinks, float* row) const {
-    std::fill_n(q, dim * kLanes, 0.0f);
+    std::fill_n(q, dim_ * kLanes, 0.0f);
     for (int64_t r = 0; r < group.count; ++r) {
-      const int64_t n = b * nodes + group.node(r), h = group.head(r);
-      kernels().rms_norm(query_.f32() + n * query_.dim(2) + h * dim, nullptr, row, dim, op_.eps);
+      const int64_t n = b * nodes() + group.node(r), h = group.head(r);
+      kernels().rms_norm(query_.f32() + n * query_.dim(2) + h * dim_, nullptr, row, dim_, op_.eps);
       rotate(row, cos_.f32() + n * half_, sin_.f32() + n * half_, half_, 1);
-      for (int64_t i = 0; i < dim; ++i) q[i * kLanes + r] = row[i] * op_.scale;
+      for (int64_t i = 0; i < dim_; ++i) q[i * kLanes + r] = row[i] * op_.scale;
       sinks[r] = sink_.f32()[h];
     }
   }
 
   const TreeAttention& op_;
   const Tensor query_, node_mask_, entry_mask_, sink_, cos_, sin_;
-
- public:
-  const int64_t batch, nodes;
-  int64_t dim = 0;
-
- private:
-  const int64_t half_, near_, far_;
+  const int64_t dim_, half_, near_, far_;
   std::vector<Keys> keys_;
   float* out_ = nullptr;
 };
@@ -387,8 +383,8 @@ class Attention {
 // so its values may be anything.
 void TreeAttention::run(const Context& ctx) const {
   const Attention call(*this, ctx);
-  const int64_t rows = call.nodes * heads, groups = row_groups(call.batch, rows), tasks = call.batch * groups;
-  ctx.split(tasks, tasks * call.keys() * call.dim, [&](int64_t from, int64_t to) {
+  const int64_t rows = call.nodes() * heads, groups = row_groups(call.batch(), rows), tasks = call.batch() * groups;
+  ctx.split(tasks, tasks * call.keys() * call.dim(), [&](int64_t from, int64_t to) {
     for (int64_t task = from; task < to; ++task) {
       const int64_t first = rows * (task % groups) / groups, last = rows * (task % groups + 1) / groups;
       call.attend(task / groups, {first, last - first, heads});
