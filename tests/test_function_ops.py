@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +32,17 @@ def sizes_of(config: ModelConfig) -> EngineSizes:
     return EngineSizes.make(config, max_batch_size=BATCH, max_seq_len=256, max_verify_tokens=16, prefill_chunk=32)
 
 
-def feeds_of(config: ModelConfig, sizes: EngineSizes, rng: np.random.Generator) -> Arrays:
-    """Random states, and a random tree behind each of two sequences."""
-    drawn = [random_tree(rng, 9, config.vocab_size) for _ in range(BATCH)]
+def feeds_of(config: ModelConfig, sizes: EngineSizes, rng: np.random.Generator, nodes: int = 9) -> Arrays:
+    """Random states, and a random tree of up to `nodes` behind each of two sequences."""
+    drawn = [random_tree(rng, nodes, config.vocab_size) for _ in range(BATCH)]
     width = max(len(parents) for parents, _ in drawn)
     parents, tokens = np.full((BATCH, width), PAD), np.zeros((BATCH, width), np.int64)
     for b, (p, t) in enumerate(drawn):
         parents[b, : len(p)], tokens[b, : len(t)] = p, t
     pages = 1 + np.arange(BATCH * sizes.pages_per_seq).reshape(BATCH, -1)
     sequences = Sequences(np.arange(1, BATCH + 1), LENGTHS, pages)
-    nodes = np.broadcast_to(np.arange(width), (BATCH, width))
-    step = step_tables(sizes, sequences, Tree.make(parents, tokens), np.ascontiguousarray(nodes))
+    all_nodes = np.broadcast_to(np.arange(width), (BATCH, width))
+    step = step_tables(sizes, sequences, Tree.make(parents, tokens), np.ascontiguousarray(all_nodes))
     states = {
         t.name: rng.standard_normal([int(d) for d in t.shape]).astype(np.float32)
         for t in contract.states(config, sizes)
@@ -53,6 +54,10 @@ def feeds_of(config: ModelConfig, sizes: EngineSizes, rng: np.random.Generator) 
 
 
 def run(model: ir.Model, checkpoint: Checkpoint, directory: Path, feeds: Arrays) -> Arrays:
+    return runner(model, checkpoint, directory)(feeds)
+
+
+def runner(model: ir.Model, checkpoint: Checkpoint, directory: Path) -> Callable[[Arrays], Arrays]:
     directory.mkdir()
     plan = WeightPlan([model])
     plan.write(directory / WEIGHTS_FILE, checkpoint, lambda name, size: None)
@@ -64,7 +69,11 @@ def run(model: ir.Model, checkpoint: Checkpoint, directory: Path, feeds: Arrays)
     session = ort.InferenceSession(str(directory / "model.onnx"), options, providers=["CPUExecutionProvider"])
     known = {i.name for i in session.get_inputs()}
     names = [o.name for o in session.get_outputs()]
-    return dict(zip(names, session.run(names, {k: v for k, v in feeds.items() if k in known}), strict=True))
+
+    def call(feeds: Arrays) -> Arrays:
+        return dict(zip(names, session.run(names, {k: v for k, v in feeds.items() if k in known}), strict=True))
+
+    return call
 
 
 @pytest.mark.parametrize("name", ["w16", "mixed"])

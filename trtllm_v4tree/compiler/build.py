@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from trtllm_v4tree.checkpoint import Checkpoint
-from trtllm_v4tree.compiler import native_ops, rtx, rtx_build, tensorrt_build, tensorrt_plan
+from trtllm_v4tree.compiler import native_ops, region, rtx, rtx_build, tensorrt_build, tensorrt_plan
 from trtllm_v4tree.compiler.draft_vocab import parse_draft_vocab
 from trtllm_v4tree.compiler.fuse import fuse
 from trtllm_v4tree.compiler.native_ops import NativeOps
@@ -325,6 +325,7 @@ def trace_all(
 def _fused(model: ir.Model, ops: V4TreeOps) -> ir.Model:
     if isinstance(ops, NativeOps):
         fuse(model)
+        region.join(model)
     return model
 
 

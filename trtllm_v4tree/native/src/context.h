@@ -18,10 +18,6 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline void check(OrtStatus* status) {
-  if (status != nullptr) throw Error("a call into ONNX Runtime failed");  // a fault of this library: the status is not read
-}
-
 inline void require(bool condition, const char* what) {
   if (!condition) throw Error(what);
 }
@@ -43,77 +39,33 @@ struct Tensor {
   }
 };
 
-inline Tensor tensor_of(const OrtApi* api, const OrtValue* value) {
-  Tensor t;
-  const int64_t* dims = nullptr;
-  size_t rank = 0;
-  check(ort::call<OrtStatus*>(api, ort::kGetTensorTypeAndShapeReference, value, &t.type, &dims, &rank));
-  require(rank <= 8, "a tensor has more than 8 axes");
-  t.rank = static_cast<int>(rank);
-  std::copy_n(dims, rank, t.dims);
-  check(ort::call<OrtStatus*>(api, ort::kGetTensorMutableData, const_cast<OrtValue*>(value), &t.data));
-  return t;
-}
-
-// The inputs of a kernel that are weights, by index; without data where an input is none. Looked up once: three calls for every input of
-// every kernel are a tenth of a pass of a small model.
-inline std::vector<Tensor> weights_of(const OrtApi* api, const OrtKernelInfo* info) {
-  size_t count = 0;
-  check(ort::call<OrtStatus*>(api, ort::kKernelInfoGetInputCount, info, &count));
-  std::vector<Tensor> weights(count);
-  for (size_t i = 0; i < count; ++i) {
-    int constant = 0;
-    const OrtValue* value = nullptr;
-    check(ort::call<OrtStatus*>(api, ort::kKernelInfoGetConstantInput, info, i, &constant, &value));
-    if (constant) weights[i] = tensor_of(api, value);
-  }
-  return weights;
-}
-
+// What a kernel was made with.
 class Attributes {
  public:
-  Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
-  int64_t integer(const char* name) const {
-    int64_t value = 0;
-    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeInt, info_, name, &value));
-    return value;
-  }
-  float real(const char* name) const {
-    float value = 0;
-    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeFloat, info_, name, &value));
-    return value;
-  }
-
- private:
-  const OrtApi* api_;
-  const OrtKernelInfo* info_;
+  virtual ~Attributes() = default;
+  virtual int64_t integer(const char* name) const = 0;
+  virtual float real(const char* name) const = 0;
+  virtual std::string text(const char* name) const = 0;
 };
 
+// One call of a kernel: its tensors, and the threads that it may use.
 class Context {
  public:
-  Context(const OrtApi* api, OrtKernelContext* context, const std::vector<Tensor>& weights)
-      : api_(api), context_(context), weights_(weights) {}
-
-  Tensor input(size_t index) const {
-    if (index < weights_.size() && weights_[index].data != nullptr) return weights_[index];
-    const OrtValue* value = nullptr;
-    check(ort::call<OrtStatus*>(api_, ort::kContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value));
-    return value == nullptr ? Tensor{} : tensor_of(api_, value);
-  }
-
-  void* output(size_t index, const std::vector<int64_t>& dims) const {
-    OrtValue* value = nullptr;
-    check(ort::call<OrtStatus*>(api_, ort::kContextGetOutput, context_, index, dims.data(), dims.size(), &value));
-    if (value == nullptr) return nullptr;
-    void* data = nullptr;
-    check(ort::call<OrtStatus*>(api_, ort::kGetTensorMutableData, value, &data));
-    return data;
-  }
+  explicit Context(int64_t threads) : threads_(threads) {}
+  virtual ~Context() = default;
+  virtual Tensor input(size_t index) const = 0;  // false where it was not given
+  virtual void* output(size_t index, const std::vector<int64_t>& dims) const = 0;
   float* output_f32(size_t index, const std::vector<int64_t>& dims) const { return static_cast<float*>(output(index, dims)); }
+  virtual int64_t nodes(int64_t given) const { return given; }  // of a sequence, of which a call may be given some
+  int64_t threads() const { return threads_; }
 
-  // fn(task) for every task, on the threads of the library; the first failure is thrown here.
+  // fn(task) for every task, on the threads of the call; the first failure is thrown here.
   template <class Fn>
   void parallel(int64_t tasks, const Fn& fn) const {
+    if (threads_ == 1 || tasks == 1) {
+      for (int64_t task = 0; task < tasks; ++task) fn(task);
+      return;
+    }
     struct Job {
       const Fn& fn;
       std::atomic<bool> failed;
@@ -136,15 +88,13 @@ class Context {
   // fn(first, last) over pieces of [0, count), one per thread; in one piece where it would take less than two hand-overs.
   template <class Fn>
   void split(int64_t count, int64_t nanoseconds, const Fn& fn) const {
-    const int64_t parts = std::max<int64_t>(1, std::min({int64_t{num_threads()}, count, nanoseconds / kHandover}));
+    const int64_t parts = std::max<int64_t>(1, std::min({threads_, count, nanoseconds / kHandover}));
     parallel(parts, [&](int64_t part) { fn(count * part / parts, count * (part + 1) / parts); });
   }
 
  private:
   static constexpr int64_t kHandover = 1000;  // nanoseconds from one thread to another, caches included (measured)
-  const OrtApi* api_;
-  OrtKernelContext* context_;
-  const std::vector<Tensor>& weights_;
+  const int64_t threads_;
 };
 
 // Where a piece of an operator runs: over the threads, or alone in the thread that has its rows.
@@ -174,7 +124,7 @@ constexpr int64_t kReadTwice = 2 << 20;  // bytes of weights up to which every t
 // 1020 with caches far apart (the same machine at other hours).
 template <class Fn>
 void by_rows(const Context& ctx, int64_t rows, int64_t weight_bytes, int64_t nanoseconds, const Fn& fn) {
-  if (rows >= 2 * num_threads() && weight_bytes <= kReadTwice)
+  if (rows >= 2 * ctx.threads() && weight_bytes <= kReadTwice)
     ctx.split(rows, nanoseconds, [&](int64_t first, int64_t last) { fn(Work(ctx, true), first, last); });
   else
     fn(Work(ctx), int64_t{0}, rows);

@@ -8,6 +8,91 @@ namespace v4tree {
 
 namespace {
 
+void check(OrtStatus* status) {
+  if (status != nullptr) throw Error("a call into ONNX Runtime failed");  // a fault of this library: the status is not read
+}
+
+Tensor tensor_of(const OrtApi* api, const OrtValue* value) {
+  Tensor t;
+  const int64_t* dims = nullptr;
+  size_t rank = 0;
+  check(ort::call<OrtStatus*>(api, ort::kGetTensorTypeAndShapeReference, value, &t.type, &dims, &rank));
+  require(rank <= 8, "a tensor has more than 8 axes");
+  t.rank = static_cast<int>(rank);
+  std::copy_n(dims, rank, t.dims);
+  check(ort::call<OrtStatus*>(api, ort::kGetTensorMutableData, const_cast<OrtValue*>(value), &t.data));
+  return t;
+}
+
+// The inputs of a kernel that are weights, by index; without data where an input is none. Looked up once: three calls for every input of
+// every kernel are a tenth of a pass of a small model.
+std::vector<Tensor> weights_of(const OrtApi* api, const OrtKernelInfo* info) {
+  size_t count = 0;
+  check(ort::call<OrtStatus*>(api, ort::kKernelInfoGetInputCount, info, &count));
+  std::vector<Tensor> weights(count);
+  for (size_t i = 0; i < count; ++i) {
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    check(ort::call<OrtStatus*>(api, ort::kKernelInfoGetConstantInput, info, i, &constant, &value));
+    if (constant) weights[i] = tensor_of(api, value);
+  }
+  return weights;
+}
+
+class OrtAttributes : public Attributes {
+ public:
+  OrtAttributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
+  int64_t integer(const char* name) const override {
+    int64_t value = 0;
+    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeInt, info_, name, &value));
+    return value;
+  }
+  float real(const char* name) const override {
+    float value = 0;
+    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeFloat, info_, name, &value));
+    return value;
+  }
+  std::string text(const char* name) const override {
+    size_t size = 0;
+    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeString, info_, name, static_cast<char*>(nullptr), &size));
+    std::string value(size, 0);
+    check(ort::call<OrtStatus*>(api_, ort::kGetAttributeString, info_, name, value.data(), &size));
+    value.resize(size > 0 ? size - 1 : 0);  // the size counts the null behind it
+    return value;
+  }
+
+ private:
+  const OrtApi* api_;
+  const OrtKernelInfo* info_;
+};
+
+class OrtContext : public Context {
+ public:
+  OrtContext(const OrtApi* api, OrtKernelContext* context, const std::vector<Tensor>& weights)
+      : Context(num_threads()), api_(api), context_(context), weights_(weights) {}
+
+  Tensor input(size_t index) const override {
+    if (index < weights_.size() && weights_[index].data != nullptr) return weights_[index];
+    const OrtValue* value = nullptr;
+    check(ort::call<OrtStatus*>(api_, ort::kContextGetInput, static_cast<const OrtKernelContext*>(context_), index, &value));
+    return value == nullptr ? Tensor{} : tensor_of(api_, value);
+  }
+
+  void* output(size_t index, const std::vector<int64_t>& dims) const override {
+    OrtValue* value = nullptr;
+    check(ort::call<OrtStatus*>(api_, ort::kContextGetOutput, context_, index, dims.data(), dims.size(), &value));
+    if (value == nullptr) return nullptr;
+    void* data = nullptr;
+    check(ort::call<OrtStatus*>(api_, ort::kGetTensorMutableData, value, &data));
+    return data;
+  }
+
+ private:
+  const OrtApi* api_;
+  OrtKernelContext* context_;
+  const std::vector<Tensor>& weights_;
+};
+
 template <class Op>
 struct Kernel {
   const OrtApi* api;
@@ -24,7 +109,7 @@ int element_type(char letter) {
   }
 }
 
-int kind(char letter) { return letter == 'v' ? ort::kVariadic : std::isupper(letter) ? ort::kOptional : ort::kRequired; }
+int kind(char letter) { return letter == 'v' || letter == 'x' ? ort::kVariadic : std::isupper(letter) ? ort::kOptional : ort::kRequired; }
 
 OrtStatus* failure(const OrtApi* api, const char* op, const char* what) {
   const std::string message = std::string(op) + ": " + what;
@@ -45,11 +130,12 @@ const OrtCustomOp* descriptor() {
     d.input_kind = [](const OrtCustomOp*, size_t i) { return kind(Op::kInputs[i]); };
     d.output_kind = [](const OrtCustomOp*, size_t i) { return kind(Op::kOutputs[i]); };
     d.input_memory = [](const OrtCustomOp*, size_t) { return 0; };
-    d.min_variadic_inputs = d.same_variadic_inputs = [](const OrtCustomOp*) { return 1; };
-    d.min_variadic_outputs = d.same_variadic_outputs = [](const OrtCustomOp*) { return 0; };
+    d.min_variadic_inputs = d.min_variadic_outputs = [](const OrtCustomOp*) { return 1; };
+    d.same_variadic_inputs = [](const OrtCustomOp*) { return Op::kInputs[0] == 'x' ? 0 : 1; };
+    d.same_variadic_outputs = [](const OrtCustomOp*) { return Op::kOutputs[0] == 'x' ? 0 : 1; };
     d.create_kernel_v2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** out) -> OrtStatus* {
       try {
-        *out = new Kernel<Op>{api, Op(Attributes(api, info)), weights_of(api, info)};
+        *out = new Kernel<Op>{api, Op(OrtAttributes(api, info)), weights_of(api, info)};
         return nullptr;
       } catch (const std::exception& error) {
         return failure(api, Op::kName, error.what());
@@ -58,7 +144,7 @@ const OrtCustomOp* descriptor() {
     d.compute_v2 = [](void* kernel, OrtKernelContext* context) -> OrtStatus* {
       const auto* k = static_cast<const Kernel<Op>*>(kernel);
       try {
-        k->op.run(Context(k->api, context, k->weights));
+        k->op.run(OrtContext(k->api, context, k->weights));
         return nullptr;
       } catch (const std::exception& error) {
         return failure(k->api, Op::kName, error.what());
@@ -79,6 +165,8 @@ extern "C" __attribute__((visibility("default"))) void v4tree_set_num_threads(in
 
 extern "C" __attribute__((visibility("default"))) void v4tree_set_patience(int microseconds) { v4tree::set_patience(microseconds); }
 
+extern "C" __attribute__((visibility("default"))) int64_t v4tree_region_members() { return v4tree::region_members(); }
+
 extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace v4tree;
   const OrtApi* api = base->get_api(ort::kApiVersion);
@@ -92,7 +180,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
          {descriptor<Linear>(), descriptor<HyperMix>(), descriptor<HyperPost>(), descriptor<HyperPostMix>(), descriptor<HyperHead>(),
           descriptor<MixtureOfExperts>(), descriptor<TopLogProbs>(), descriptor<TakeRow>(), descriptor<DraftEntry>(), descriptor<DraftProposal>(), descriptor<DraftFrontier>(),
           descriptor<RopeTables>(), descriptor<AttentionInputs>(), descriptor<AttentionProject>(), descriptor<StackLayers>(), descriptor<TreePool>(),
-          descriptor<TreeIndexSelect>(), descriptor<TreeAttention>(), descriptor<PutRows>(), descriptor<FoldRows>()})
+          descriptor<TreeIndexSelect>(), descriptor<TreeAttention>(), descriptor<PutRows>(), descriptor<FoldRows>(), descriptor<Region>()})
       if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCustomOpDomainAdd, made, op)) return s;
     domain = made;
   }

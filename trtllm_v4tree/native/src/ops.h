@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 
 #include "context.h"
 
@@ -11,7 +12,7 @@ namespace v4tree {
 constexpr float kHidden = -std::numeric_limits<float>::infinity();  // of a mask: not seen
 
 // Inputs as a string of one letter each: f float, i int64, w packed weight (float, bfloat16 or uint8), a any; upper case if optional; v
-// any number of floats.
+// any number of floats, x any number of anything.
 struct Linear {
   static constexpr const char *kName = "PackedLinear", *kInputs = "fwFW", *kOutputs = "f";
   explicit Linear(const Attributes& a);
@@ -52,8 +53,8 @@ Spread spread(const Context& ctx);
 void post_mix(const Spread& s, int64_t r, float* result);
 
 // Into how many tasks the mixing of `rows` nodes is cut; fewer than two nodes for a thread are not worth the hand-over.
-inline int64_t mix_groups(int64_t rows) {
-  return std::max<int64_t>((rows + kLanes - 1) / kLanes, std::min<int64_t>(rows / 2, num_threads()));
+inline int64_t mix_groups(int64_t rows, int64_t threads) {
+  return std::max<int64_t>((rows + kLanes - 1) / kLanes, std::min<int64_t>(rows / 2, threads));
 }
 
 struct HyperPost {
@@ -232,5 +233,16 @@ struct TreeAttention {
   int64_t heads, window_offset, entry_offset;  // added to every row of the window, of entries
   float scale, eps;
 };
+
+// Operators that follow each other, each on the rows of its thread.
+struct Region {
+  static constexpr const char *kName = "Region", *kInputs = "x", *kOutputs = "x";
+  struct Program;
+  explicit Region(const Attributes& a);
+  void run(const Context& ctx) const;
+  std::shared_ptr<const Program> program;
+};
+
+int64_t region_members();  // threads that shared the rows of the last region
 
 }  // namespace v4tree

@@ -139,7 +139,7 @@ void HyperPostMix::run(const Context& ctx) const {
   const Spread s = spread(ctx);
   float* result = ctx.output_f32(0, {streams.dim(0), streams.dim(1), s.m, s.dim});
   const HyperMix::Mixed to = next.outputs(ctx, streams, 4, 1);
-  const int64_t groups = mix_groups(s.rows);
+  const int64_t groups = mix_groups(s.rows, ctx.threads());
   ctx.parallel(groups, [&](int64_t task) {
     const int64_t first = s.rows * task / groups, last = s.rows * (task + 1) / groups;
     for (int64_t r = first; r < last; ++r) post_mix(s, r, result);

@@ -50,7 +50,7 @@ void DraftEntry::run(const Context& ctx) const {
   float* normed = scratch(buffer, rows * dim);
   for (int64_t r = 0; r < rows; ++r) kernels().rms_norm(streams.f32() + r * dim, norm.f32(), normed + r * dim, dim, eps);
   linear_parallel(ctx, normed, rows, w, result, dim);
-  const int64_t groups = mix_groups(nodes);
+  const int64_t groups = mix_groups(nodes, ctx.threads());
   ctx.parallel(groups, [&](int64_t task) {
     const int64_t first = nodes * task / groups, last = nodes * (task + 1) / groups;
     add_rows(table.f32(), tokens ? tokens.i64() : nullptr, m, dim, first, last, result);

@@ -291,9 +291,9 @@ class Visible {
 };
 
 // As many tasks as fill 16 lanes each; where that leaves threads idle, smaller ones.
-int64_t row_groups(int64_t batch, int64_t rows) {
+int64_t row_groups(int64_t batch, int64_t rows, int64_t threads) {
   const int64_t full = (rows + kLanes - 1) / kLanes, few = (rows + kLanes / 2 - 1) / (kLanes / 2);
-  return std::max(full, std::min<int64_t>(few, num_threads() / batch));
+  return std::max(full, std::min<int64_t>(few, threads / batch));
 }
 
 // One call of TreeAttention: its inputs, and the keys of every sequence, `near` in the window and its nodes and `far` entries.
@@ -301,7 +301,7 @@ class Attention {
  public:
   Attention(const TreeAttention& op, const Context& ctx) : op_(op), query_(ctx.input(0)), node_mask_(ctx.input(4)), entry_mask_(ctx.input(8)),
         sink_(ctx.input(9)), cos_(ctx.input(10)), sin_(ctx.input(11)), dim_(ctx.input(1).dim(1)), half_(cos_.dim(-1)),
-        near_(node_mask_.dim(2)), far_(entry_mask_ ? entry_mask_.dim(2) : 0) {
+        siblings_(ctx.nodes(query_.dim(1))), near_(node_mask_.dim(2)), far_(entry_mask_ ? entry_mask_.dim(2) : 0) {
     gather(ctx);
     require(query_.dim(2) >= op.heads * dim_ && dim_ % kLanes == 0 && sink_.count() == op.heads, "the attention query has the wrong width");
     out_ = ctx.output_f32(0, {batch(), nodes(), op.heads * dim_});
@@ -323,8 +323,8 @@ class Attention {
     const float* const* rows = keys_[b].rows.data();
     const float* near_mask = node_mask_.f32() + b * nodes() * near_;
     visible.add(rows, near_mask, near_, 0, 1, 1, true);  // it carries the sink
-    visible.add(rows, near_mask, near_, near_ - 1, -1, std::min(nodes(), near_ - 1));
-    visible.add(rows, near_mask, near_, 1, 1, near_ - 1 - nodes());
+    visible.add(rows, near_mask, near_, near_ - 1, -1, std::min(siblings_, near_ - 1));
+    visible.add(rows, near_mask, near_, 1, 1, near_ - 1 - siblings_);
     if (far_) visible.add(rows + near_, entry_mask_.f32() + b * nodes() * far_, far_, 0, 1, far_);
     kernels().attention({seen.data(), visible.size(), q, mask, sinks, scores, o, dim_, group.count});
     for (int64_t r = 0; r < group.count; ++r) {
@@ -369,7 +369,7 @@ class Attention {
 
   const TreeAttention& op_;
   const Tensor query_, node_mask_, entry_mask_, sink_, cos_, sin_;
-  const int64_t dim_, half_, near_, far_;
+  const int64_t dim_, half_, siblings_, near_, far_;
   std::vector<Keys> keys_;
   float* out_ = nullptr;
 };
@@ -383,7 +383,7 @@ class Attention {
 // so its values may be anything.
 void TreeAttention::run(const Context& ctx) const {
   const Attention call(*this, ctx);
-  const int64_t rows = call.nodes() * heads, groups = row_groups(call.batch(), rows), tasks = call.batch() * groups;
+  const int64_t rows = call.nodes() * heads, groups = row_groups(call.batch(), rows, ctx.threads()), tasks = call.batch() * groups;
   ctx.split(tasks, tasks * call.keys() * call.dim(), [&](int64_t from, int64_t to) {
     for (int64_t task = from; task < to; ++task) {
       const int64_t first = rows * (task % groups) / groups, last = rows * (task % groups + 1) / groups;

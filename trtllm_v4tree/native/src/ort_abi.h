@@ -38,6 +38,7 @@ enum Entry {
   kGetTensorMutableData = 51,
   kGetAttributeFloat = 85,
   kGetAttributeInt = 86,
+  kGetAttributeString = 87,
   kContextGetInput = 90,
   kContextGetOutput = 91,
   kKernelInfoGetInputCount = 230,

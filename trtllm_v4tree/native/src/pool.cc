@@ -16,18 +16,11 @@ namespace v4tree {
 namespace {
 
 constexpr int64_t kMaxTasks = 1 << 15;
+constexpr std::chrono::microseconds kPrompt{20};  // a worker that waits on its core comes within one; one that sleeps, in fifty
 
 // How many microseconds an idle worker waits on its core. Longer than the host works between two passes, it need not be woken; but it
 // keeps a server and its clients off that core: benchmarks/serving/batching.md.
 std::atomic<int> patience{1000};
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 int processors() {
 #if defined(__linux__)
@@ -46,24 +39,67 @@ class Pool {
     return lock.owns_lock();
   }
 
+  // The same with a team.
+  bool try_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
+    std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+    if (lock) team(wanted, body, argument);
+    return lock.owns_lock();
+  }
+
  private:
   // Tasks are claimed from one word (epoch | tasks | next), so a worker that comes late finds another epoch and takes nothing.
   void run(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
+    const uint64_t epoch = offer(tasks, std::min<int64_t>(tasks, num_threads()) - 1, body, argument);
+    work(epoch);
+    wait_until([&] { return done_.load(std::memory_order_acquire) >= tasks; });
+  }
+
+  // Workers claim a seat each and wait until the caller, who is the first member, says how many came in time.
+  void team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
+    struct Team {
+      void (*body)(void*, int64_t, int64_t);
+      void* argument;
+      std::atomic<int64_t> size;
+    } team{body, argument, {0}};
+    const auto sit = [](void* user, int64_t seat) {
+      Team& team = *static_cast<Team*>(user);
+      wait_until([&] { return team.size.load(std::memory_order_acquire) > 0; });
+      team.body(team.argument, seat + 1, team.size.load(std::memory_order_relaxed));
+    };
+    offer(wanted - 1, wanted - 1, sit, &team);
+    const int64_t came = close(wanted - 1);
+    team.size.store(came + 1, std::memory_order_release);
+    body(argument, 0, came + 1);
+    wait_until([&] { return done_.load(std::memory_order_acquire) >= came; });
+  }
+
+  // Lets `workers` threads claim tasks; returns the epoch of the claims.
+  uint64_t offer(int64_t tasks, int64_t workers, void (*body)(void*, int64_t), void* argument) {
     body_ = body;
     argument_ = argument;
     done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = (claims_.load(std::memory_order_relaxed) >> 32) + 1;
     claims_.store(epoch << 32 | static_cast<uint64_t>(tasks) << 16, std::memory_order_seq_cst);
-    start_workers(std::min<int64_t>(tasks, num_threads()) - 1);
+    start_workers(workers);
     if (asleep_.load(std::memory_order_seq_cst) > 0) {
       std::lock_guard<std::mutex> lock(sleep_);
       wake_.notify_all();
     }
-    work(epoch & 0xffffffffu);
-    for (int spins = 0; done_.load(std::memory_order_acquire) < tasks; ++spins) {
+    return epoch & 0xffffffffu;
+  }
+
+  // How many tasks have been claimed when all are or kPrompt is over; no more can be.
+  int64_t close(int64_t tasks) {
+    const auto since = std::chrono::steady_clock::now();
+    uint64_t claim = claims_.load(std::memory_order_acquire);
+    for (int spins = 1; static_cast<int64_t>(claim & 0xffff) < tasks; ++spins) {
       relax();
-      if (spins > 1 << 14) std::this_thread::yield();
+      claim = claims_.load(std::memory_order_acquire);
+      if (spins % 64 != 0 || std::chrono::steady_clock::now() - since < kPrompt) continue;
+      const uint64_t closed = (claim & ~uint64_t{0xffff}) | static_cast<uint64_t>(tasks);
+      if (claims_.compare_exchange_weak(claim, closed, std::memory_order_acq_rel, std::memory_order_acquire)) break;
     }
+    return static_cast<int64_t>(claim & 0xffff);
   }
 
   void work(uint64_t epoch) {
@@ -141,6 +177,11 @@ void set_patience(int microseconds) { patience.store(microseconds, std::memory_o
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
   if (tasks > 1 && tasks < kMaxTasks && num_threads() > 1 && pool().try_run(tasks, body, argument)) return;
   for (int64_t task = 0; task < tasks; ++task) body(argument, task);
+}
+
+void run_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
+  if (wanted > 1 && wanted < kMaxTasks && pool().try_team(wanted, body, argument)) return;
+  body(argument, 0, 1);
 }
 
 }  // namespace v4tree

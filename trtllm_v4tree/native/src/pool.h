@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <thread>
 
 namespace v4tree {
 
@@ -13,5 +14,26 @@ void set_patience(int microseconds);  // how long an idle thread keeps its core
 
 // body(argument, task) for every task in [0, tasks); returns when all are done. One caller at a time is helped, others run alone.
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument);
+
+// body(argument, member, size) once for every member of a team whose members all run at the same time, so that they may wait for each
+// other: `wanted` of them, fewer where other threads are asleep or help another caller; returns when all are done.
+void run_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument);
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Returns when ready(), which another thread that has a core makes true.
+template <class Ready>
+void wait_until(const Ready& ready) {
+  for (int spins = 0; !ready(); ++spins) {
+    relax();
+    if (spins > 1 << 14) std::this_thread::yield();
+  }
+}
 
 }  // namespace v4tree

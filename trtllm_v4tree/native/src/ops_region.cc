@@ -1,0 +1,436 @@
+// Region: operators that follow each other, as one. Every thread does all of them for its own rows (a row is a node of a sequence), so rows
+// stay in its caches and threads meet only where an operator reads rows of others, once in a decoder block. Where there is a single row,
+// or weights are too many to be read by every thread, one thread leads and the operators share their columns as they do by themselves.
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+
+#include "ops.h"
+
+namespace v4tree {
+
+namespace {
+
+struct AnyOp {
+  virtual ~AnyOp() = default;
+  virtual void run(const Context& ctx) const = 0;
+};
+
+template <class Op>
+struct Boxed : AnyOp {
+  explicit Boxed(const Attributes& a) : op(a) {}
+  void run(const Context& ctx) const override { op.run(ctx); }
+  Op op;
+};
+
+// What an operator is given of a row or of a sequence: the rows of a thread, one after another, in whatever sequence they are; whole
+// sequences; or rows of sequences, a rectangle at a time.
+enum class Reach { kRows, kSequences, kTree };
+
+struct Maker {
+  std::unique_ptr<AnyOp> (*make)(const Attributes&);
+  const char* outputs;  // as in ops.h
+  Reach reach;
+  size_t whole;  // the input in which it reads rows of other threads, and from `more` on
+  size_t more;
+};
+
+constexpr size_t kNone = 1 << 16;
+
+template <class Op>
+std::pair<const std::string, Maker> maker(Reach reach, size_t whole = kNone, size_t more = kNone) {
+  const auto make = [](const Attributes& a) -> std::unique_ptr<AnyOp> { return std::make_unique<Boxed<Op>>(a); };
+  return {Op::kName, {make, Op::kOutputs, reach, whole, more}};
+}
+
+const Maker& maker_of(const std::string& name) {
+  static const std::map<std::string, Maker> makers = {
+      maker<Linear>(Reach::kRows), maker<HyperMix>(Reach::kRows), maker<HyperPost>(Reach::kRows), maker<HyperPostMix>(Reach::kRows),
+      maker<MixtureOfExperts>(Reach::kRows), maker<AttentionProject>(Reach::kRows), maker<TreePool>(Reach::kSequences, 2),
+      maker<TreeIndexSelect>(Reach::kTree), maker<TreeAttention>(Reach::kTree, 3, 12), maker<TakeRow>(Reach::kSequences),
+      maker<DraftEntry>(Reach::kRows), maker<DraftProposal>(Reach::kSequences),
+  };
+  const auto found = makers.find(name);
+  require(found != makers.end(), "an operator that no region can hold");
+  return found->second;
+}
+
+class TextAttributes : public Attributes {
+ public:
+  void set(const std::string& pair) {
+    const size_t at = pair.find('=');
+    require(at != std::string::npos, "an attribute without a value");
+    values_[pair.substr(0, at)] = pair.substr(at + 1);
+  }
+  int64_t integer(const char* name) const override { return std::stoll(text(name)); }
+  float real(const char* name) const override { return std::stof(text(name)); }
+  std::string text(const char* name) const override {
+    const auto found = values_.find(name);
+    require(found != values_.end(), "an operator of a region lacks an attribute");
+    return found->second;
+  }
+
+ private:
+  std::map<std::string, std::string> values_;
+};
+
+// An input of an operator: none, an input of the region, or what an operator before it made.
+struct Ref {
+  char from = '-';  // '-', 'i' or 't'
+  int64_t index = -1;
+};
+
+struct Step {
+  std::unique_ptr<AnyOp> op;
+  Reach reach;
+  std::vector<Ref> in;
+  std::vector<bool> whole;  // by input: reads rows of other threads
+  std::vector<int64_t> out;  // numbers of tensors, -1 where nobody reads
+  bool meet = false;  // every thread must have come here first
+};
+
+// A tensor that an operator of the region makes.
+struct Made {
+  int64_t maker = -1, last_reader = -1;
+  int64_t buffer = -1;  // of the thread; -1 where the tensor lies in an output
+  int64_t output = -1, layer = 0;
+  bool by_rows = true;  // else by sequences
+  int type = ort::kFloat;
+};
+
+int64_t element(int type) { return type == ort::kInt64 ? sizeof(int64_t) : sizeof(float); }
+
+struct Output {
+  int64_t layers = 0;  // 0: not stacked
+};
+
+}  // namespace
+
+// Text of a region, a line each: `name attribute=value .. ; inputs ; tensors it makes` for an operator, inputs being i3, t5 or -;
+// `output t7` or `output stack t3 t9`.
+struct Region::Program {
+  std::vector<Step> steps;
+  std::vector<Made> tensors;
+  std::vector<Output> outputs;
+  std::string kinds;  // of the inputs: r rows [B, N, ..], s sequences [B, ..], g anything else
+  bool by_rows;  // else threads have whole sequences, as where an operator orders the nodes anew
+  int64_t buffers = 0, weight_bytes = 0;
+
+  Program(const std::string& text, const std::string& kinds, int64_t weight_bytes)
+      : kinds(kinds), by_rows(kinds.find('r') != std::string::npos), weight_bytes(weight_bytes) {
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) line.rfind("output", 0) == 0 ? add_output(line) : add_step(line);
+    place_meetings();
+    place_buffers();
+  }
+
+ private:
+  Made& made(int64_t index) {
+    require(index >= 0 && index < (1 << 20), "a tensor of a region has no number");
+    if (index >= static_cast<int64_t>(tensors.size())) tensors.resize(index + 1);
+    return tensors[index];
+  }
+
+  void add_step(const std::string& line) {
+    std::istringstream words(line);
+    std::string name, word;
+    words >> name;
+    const Maker& maker = maker_of(name);
+    TextAttributes attributes;
+    while (words >> word && word != ";") attributes.set(word);
+    Step step{maker.make(attributes), by_rows ? maker.reach : Reach::kSequences, {}, {}, {}};
+    const int64_t number = static_cast<int64_t>(steps.size());
+    while (words >> word && word != ";") {
+      Ref ref{word[0], word == "-" ? -1 : std::stoll(word.substr(1))};
+      step.whole.push_back(step.in.size() == maker.whole || step.in.size() >= maker.more);
+      step.in.push_back(ref);
+      if (ref.from == 't') made(ref.index).last_reader = number;
+      require(ref.from != 't' || tensors[ref.index].maker >= 0, "an operator of a region reads what is made later");
+      require(ref.from != 'i' || ref.index < static_cast<int64_t>(kinds.size()), "a region has fewer inputs");
+    }
+    while (words >> word) {
+      step.out.push_back(word == "-" ? -1 : std::stoll(word.substr(1)));
+      require(step.out.size() <= std::strlen(maker.outputs), "an operator of a region makes less");
+      if (step.out.back() < 0) continue;
+      Made& tensor = made(step.out.back());
+      tensor.maker = tensor.last_reader = number;
+      tensor.by_rows = step.reach != Reach::kSequences;
+      tensor.type = std::tolower(maker.outputs[step.out.size() - 1]) == 'i' ? ort::kInt64 : ort::kFloat;
+    }
+    steps.push_back(std::move(step));
+  }
+
+  void add_output(const std::string& line) {
+    std::istringstream words(line);
+    std::string word;
+    words >> word;
+    Output output;
+    for (int64_t layer = 0; words >> word;) {
+      if (word == "stack") {
+        output.layers = 1;
+        continue;
+      }
+      Made& tensor = made(std::stoll(word.substr(1)));
+      require(tensor.maker >= 0 && tensor.output < 0, "an output of a region that is made by none, or twice an output");
+      tensor.output = static_cast<int64_t>(outputs.size()), tensor.layer = layer++;
+      if (output.layers) output.layers = layer;
+    }
+    outputs.push_back(output);
+  }
+
+  void place_meetings() {
+    int64_t met = -1;
+    for (size_t s = 0; s < steps.size(); ++s) {
+      for (size_t i = 0; i < steps[s].in.size(); ++i) {
+        const Ref ref = steps[s].in[i];
+        if (ref.from != 't' || !steps[s].whole[i] || !by_rows) continue;
+        require(tensors[ref.index].output >= 0, "rows that other threads read must be an output of the region");
+        steps[s].meet |= tensors[ref.index].maker >= met;
+      }
+      if (steps[s].meet) met = static_cast<int64_t>(s);
+    }
+  }
+
+  // A buffer is free again behind the last operator that reads what is in it.
+  void place_buffers() {
+    std::vector<int64_t> free;
+    for (int64_t s = 0; s < static_cast<int64_t>(steps.size()); ++s) {
+      for (Made& t : tensors) {
+        if (t.maker != s || (t.output >= 0 && t.by_rows)) continue;
+        if (free.empty()) free.push_back(buffers++);
+        t.buffer = free.back(), free.pop_back();
+      }
+      for (const Made& t : tensors)
+        if (t.last_reader == s && t.buffer >= 0) free.push_back(t.buffer);
+    }
+  }
+};
+
+Region::Region(const Attributes& a)
+    : program(std::make_shared<const Program>(a.text("program"), a.text("kinds"), a.integer("weight_bytes"))) {}
+
+namespace {
+
+// What the threads of one call share.
+class Call {
+ public:
+  Call(const Region::Program& program, const Context& ctx) : program(program), outputs_(program.outputs.size()), ctx_(ctx) {
+    for (size_t i = 0; i < program.kinds.size(); ++i) {
+      inputs.push_back(ctx.input(i));
+      const Tensor& t = inputs.back();
+      if (program.kinds[i] == (program.by_rows ? 'r' : 's') && batch < 0) batch = t.dim(0), nodes = program.by_rows ? t.dim(1) : 1;
+      require(program.kinds[i] != 'r' || (t.rank >= 2 && t.dims[0] == batch && t.dims[1] == nodes), "an input has other rows");
+    }
+    require(batch >= 0 && nodes > 0, "a region without rows");
+    for (size_t i = 0; i < program.kinds.size(); ++i)
+      require(program.kinds[i] != 's' || (inputs[i].rank >= 1 && inputs[i].dims[0] == batch), "an input has other sequences");
+  }
+
+  int64_t rows() const { return batch * nodes; }
+  int64_t threads() const { return ctx_.threads(); }
+  bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  void fail(const char* what) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failed()) what_ = what, failed_.store(true, std::memory_order_relaxed);
+  }
+  void done() const {
+    if (failed()) throw Error(what_);
+  }
+
+  // Returns when all `size` threads have come here for the `count`-th time.
+  void meet(int64_t size, int64_t count) {
+    arrived_.fetch_add(1, std::memory_order_acq_rel);
+    wait_until([&] { return arrived_.load(std::memory_order_acquire) >= size * count; });
+  }
+
+  // The place of a tensor in its output; `tail` are the axes behind [batch, nodes or entries].
+  char* place(const Made& tensor, int64_t second, const std::vector<int64_t>& dims) {
+    std::atomic<char*>& at = outputs_[tensor.output];
+    char* base = at.load(std::memory_order_acquire);
+    int64_t size = element(tensor.type) * batch * second;
+    for (size_t i = 2; i < dims.size(); ++i) size *= dims[i];
+    if (base == nullptr) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      base = at.load(std::memory_order_relaxed);
+      if (base == nullptr) at.store(base = make(tensor.output, second, dims), std::memory_order_release);
+    }
+    return base + tensor.layer * size;
+  }
+
+  const Region::Program& program;
+  std::vector<Tensor> inputs;
+  int64_t batch = -1, nodes = -1;
+
+ private:
+  char* make(int64_t output, int64_t second, const std::vector<int64_t>& dims) const {
+    std::vector<int64_t> full{batch, second};
+    full.insert(full.end(), dims.begin() + 2, dims.end());
+    if (const int64_t layers = program.outputs[output].layers) full.insert(full.begin(), layers);
+    static char nothing;  // of a tensor without elements
+    char* data = static_cast<char*>(ctx_.output(output, full));
+    return data == nullptr ? &nothing : data;
+  }
+
+  std::vector<std::atomic<char*>> outputs_;
+  const Context& ctx_;
+  std::atomic<int64_t> arrived_{0};
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;
+  std::string what_;
+};
+
+// A rectangle [batch, nodes] of rows, the first of them `row`, and the first of its sequences.
+struct Part {
+  int64_t batch, nodes, row, sequence;
+};
+
+// What a thread has of a tensor: from row (or sequence) `origin` on.
+struct Held {
+  Tensor tensor;
+  int64_t origin = 0;
+};
+
+// One thread's rows of a call.
+class Share {
+ public:
+  Share(Call& call, int64_t member, int64_t size)
+      : call_(call), size_(size), first_(border(member)), last_(border(member + 1)), held_(call.program.tensors.size()) {
+    bool cut = false;
+    for (int64_t m = 1; m < size; ++m) cut |= border(m) % call.nodes != 0;
+    meets_ = cut;
+    if (static_cast<int64_t>(buffers().size()) < call.program.buffers) buffers().resize(call.program.buffers);
+  }
+
+  void run() {
+    int64_t met = 0;
+    for (const Step& step : call_.program.steps) {
+      if (step.meet && meets_) call_.meet(size_, ++met);  // a thread that failed comes too: others wait for it
+      if (call_.failed()) continue;
+      try {
+        run(step);
+      } catch (const std::exception& error) {
+        call_.fail(error.what());
+      }
+    }
+  }
+
+ private:
+  class StepContext : public Context {
+   public:
+    StepContext(Share& share, const Step& step, const Part& part)
+        : Context(share.size_ == 1 ? share.call_.threads() : 1), share_(share), step_(step), part_(part) {}
+    Tensor input(size_t i) const override { return i < step_.in.size() ? share_.view(step_, i, part_) : Tensor{}; }
+    void* output(size_t i, const std::vector<int64_t>& dims) const override {
+      return i < step_.out.size() && step_.out[i] >= 0 ? share_.output(step_.out[i], part_, dims) : nullptr;
+    }
+    int64_t nodes(int64_t given) const override { return share_.call_.program.by_rows ? share_.call_.nodes : given; }
+
+   private:
+    Share& share_;
+    const Step& step_;
+    const Part& part_;
+  };
+
+  int64_t border(int64_t member) const { return call_.rows() * member / size_; }
+  int64_t first_sequence() const { return first_ / call_.nodes; }
+  int64_t last_sequence() const { return (last_ + call_.nodes - 1) / call_.nodes; }
+  static std::vector<std::vector<float>>& buffers() {
+    thread_local std::vector<std::vector<float>> held;
+    return held;
+  }
+
+  void run(const Step& step) {
+    if (step.reach == Reach::kRows) {
+      run(step, {1, last_ - first_, first_, 0});
+    } else if (step.reach == Reach::kSequences) {
+      run(step, {last_sequence() - first_sequence(), call_.nodes, first_sequence() * call_.nodes, first_sequence()});
+      for (const int64_t t : step.out)
+        if (t >= 0 && call_.program.tensors[t].output >= 0) publish(t);
+    } else {
+      const int64_t nodes = call_.nodes;
+      for (int64_t row = first_; row < last_;) {
+        const int64_t sequences = row % nodes == 0 ? (last_ - row) / nodes : 0;
+        const Part part = sequences ? Part{sequences, nodes, row, row / nodes}
+                                    : Part{1, std::min(last_ - row, nodes - row % nodes), row, row / nodes};
+        run(step, part);
+        row += part.batch * part.nodes;
+      }
+    }
+  }
+
+  void run(const Step& step, const Part& part) { step.op->run(StepContext(*this, step, part)); }
+
+  // Input i of a step, of the part.
+  Tensor view(const Step& step, size_t i, const Part& part) const {
+    const Ref ref = step.in[i];
+    if (ref.from == '-') return {};
+    const bool given = ref.from == 'i';
+    const Held own = given ? Held{call_.inputs[ref.index], 0} : held_[ref.index];
+    const char kind = given ? call_.program.kinds[ref.index] : call_.program.tensors[ref.index].by_rows ? 'r' : 's';
+    Tensor t = own.tensor;
+    if (kind == 'g') return t;
+    int64_t skip;
+    if (kind == 's') {
+      t.dims[0] = part.batch;
+      skip = (part.sequence - own.origin) * t.count(1);
+    } else {
+      const bool whole = step.whole[i];
+      t.dims[0] = part.batch, t.dims[1] = whole ? call_.nodes : part.nodes;
+      skip = ((whole ? part.sequence * call_.nodes : part.row) - own.origin) * t.count(2);
+    }
+    t.data = static_cast<char*>(t.data) + skip * element(t.type);
+    return t;
+  }
+
+  void* output(int64_t index, const Part& part, const std::vector<int64_t>& dims) {
+    const Made& made = call_.program.tensors[index];
+    Held& held = held_[index];
+    Tensor& t = held.tensor;
+    t.type = made.type, t.rank = static_cast<int>(dims.size());
+    require(dims.size() >= 2 && dims.size() <= 8 && dims[0] == part.batch, "a step of a region made something else");
+    std::copy(dims.begin(), dims.end(), t.dims);
+    const int64_t unit = t.count(made.by_rows ? 2 : 1), bytes = element(made.type);  // of a row, of a sequence
+    require(!made.by_rows || dims[1] == part.nodes, "a step of a region made something else");
+    const int64_t from = made.by_rows ? first_ : first_sequence(), count = made.by_rows ? last_ - first_ : last_sequence() - from;
+    if (made.buffer >= 0)
+      t.data = scratch(buffers()[made.buffer], std::max<int64_t>(1, count * unit * bytes / 4)), held.origin = from;
+    else
+      t.data = call_.place(made, call_.nodes, dims), held.origin = 0;
+    return static_cast<char*>(t.data) + ((made.by_rows ? part.row : part.sequence) - held.origin) * unit * bytes;
+  }
+
+  // Into the output, the sequences that begin in the rows of this thread.
+  void publish(int64_t index) {
+    const Tensor& t = held_[index].tensor;
+    const int64_t unit = t.count(1) * element(t.type), begin = (first_ + call_.nodes - 1) / call_.nodes, end = last_sequence();
+    if (begin >= end) return;
+    char* to = call_.place(call_.program.tensors[index], t.dims[1], {t.dims, t.dims + t.rank});
+    std::copy_n(static_cast<char*>(t.data) + (begin - held_[index].origin) * unit, (end - begin) * unit, to + begin * unit);
+  }
+
+  Call& call_;
+  const int64_t size_, first_, last_;
+  bool meets_ = false;
+  std::vector<Held> held_;
+};
+
+}  // namespace
+
+static std::atomic<int64_t> members{0};  // of the last team
+
+int64_t region_members() { return members.load(std::memory_order_relaxed); }
+
+void Region::run(const Context& ctx) const {
+  Call call(*program, ctx);
+  const bool apart = program->weight_bytes <= kReadTwice;
+  const int64_t wanted = apart ? std::min(ctx.threads(), call.rows()) : 1;
+  const auto share = [](void* user, int64_t member, int64_t size) {
+    if (member == 0) members.store(size, std::memory_order_relaxed);
+    Share(*static_cast<Call*>(user), member, size).run();
+  };
+  run_team(wanted, share, &call);
+  call.done();
+}
+
+}  // namespace v4tree
