@@ -5,6 +5,7 @@ An executor owns the state pools. `target` and `draft` read them and return resu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,17 +72,14 @@ class Executor(Protocol):
 class _Binding:
     """Inputs and outputs of a session in arrays that stay where they are; a table that comes in another array is bound anew."""
 
-    def __init__(
-        self, session: Any, states: Mapping[str, NDArray[np.float32]], outputs: Mapping[str, NDArray[Any]]
-    ) -> None:
-        import onnxruntime as ort
-
+    def __init__(self, session: Any, states: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """states, outputs: ONNX Runtime's values."""
         self._session, self._binding = session, session.io_binding()
         self._bound: dict[str, Any] = {}
-        for name, array in states.items():
-            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        for name, array in outputs.items():
-            self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, value in states.items():
+            self._binding.bind_ortvalue_input(name, value)
+        for name, value in outputs.items():
+            self._binding.bind_ortvalue_output(name, value)
 
     def run(self, tables: Mapping[str, Any]) -> None:
         for name, array in tables.items():
@@ -91,12 +89,69 @@ class _Binding:
         self._session.run_with_iobinding(self._binding)
 
 
-class _Graph:
-    """One session. A graph that writes states has them bound once, in place; any other returns its results.
+class _Results:
+    """Arrays that the results of a graph are written to again whenever they have the same shapes, bound once for each set of shapes. That
+    saves a copy of the results and most of the cost of a call (30 of 370 us for a pass over one node).
 
-    With `reuse` these are written to the same arrays whenever they have the same shapes, which saves a copy of them and most of the cost
-    of a call (30 of 370 us for a pass over one node). Idle threads of a session that `spins` wait for the next operator on the core, where
-    they keep other sessions' threads off it.
+    A set is laid out as soon as its shapes are known, from the tables and, for what these do not say, from the first results.
+    """
+
+    def __init__(self, session: Any, spec: GraphContract, states: Mapping[str, Any], tables: Sequence[str]) -> None:
+        self._session, self._states, self._outputs = session, states, spec.outputs
+        symbols = {dim for t in spec.outputs for dim in t.shape if isinstance(dim, str)}
+        places = {dim: (t.name, axis) for t in spec.inputs if t.name in tables for axis, dim in enumerate(t.shape)}
+        self._axes = {dim: places[dim] for dim in sorted(symbols & places.keys())}
+        self._known: dict[str, int] = {}
+        self._missing = symbols - places.keys()
+        self._sets: dict[tuple[int, ...], tuple[_Binding, dict[str, Any]]] = {}
+        self._arrays: dict[tuple[str, tuple[int, ...]], tuple[NDArray[Any], Any]] = {}
+
+    def of(self, tables: Mapping[str, Any]) -> tuple[_Binding, dict[str, Any]] | None:
+        """The binding for a call and what it writes; None where a set is not known yet or would be large."""
+        key = tuple([tables[name].shape[axis] for name, axis in self._axes.values()])
+        found = self._sets.get(key)
+        return self._lay_out(key) if found is None and not self._missing else found
+
+    def learn(self, results: Mapping[str, Any]) -> None:
+        """Of the first results: the sizes that no table has are the same in all."""
+        for tensor in self._outputs:
+            self._known.update(
+                {d: n for d, n in zip(tensor.shape, results[tensor.name].shape, strict=True) if d in self._missing}
+            )
+        self._missing = set()
+
+    def _lay_out(self, key: tuple[int, ...]) -> tuple[_Binding, dict[str, Any]] | None:
+        sizes = {**self._known, **dict(zip(self._axes, key, strict=True))}
+        shapes = {t: tuple(sizes[d] if isinstance(d, str) else d for d in t.shape) for t in self._outputs}
+        if sum(math.prod(shape) * np.dtype(t.dtype).itemsize for t, shape in shapes.items()) > _MOST_HELD_BYTES:
+            return None
+        if len(self._sets) >= _MOST_HELD:
+            self._sets.clear()
+            self._arrays.clear()
+        held = {t.name: self._array(t.name, shape, t.dtype) for t, shape in shapes.items()}
+        binding = _Binding(self._session, self._states, {name: value for name, (_, value) in held.items()})
+        self._sets[key] = (binding, {name: array for name, (array, _) in held.items()})
+        return self._sets[key]
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: str) -> tuple[NDArray[Any], Any]:
+        """A result of one shape has one array in all sets."""
+        if (name, shape) not in self._arrays:
+            array = np.zeros(shape, dtype)
+            self._arrays[name, shape] = (array, _value(array))
+        return self._arrays[name, shape]
+
+
+def _value(array: NDArray[Any]) -> Any:
+    import onnxruntime as ort
+
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+class _Graph:
+    """One session. A graph that writes states has them bound once, in place; any other returns its results, with `reuse` in arrays that
+    are written again (`_Results`).
+
+    Idle threads of a session that `spins` wait for the next operator on the core, where they keep other sessions' threads off it.
     """
 
     def __init__(
@@ -122,16 +177,18 @@ class _Graph:
         self.outputs = [o.name for o in self.session.get_outputs()]
         self.states = {name: array for name, array in states.items() if name in known}
         self._in_place = self._states_in_place()
-        self._axes = _deciding_axes(spec, self.tables) if reuse else None
-        self._held: dict[tuple[int, ...], tuple[_Binding, dict[str, Any]]] = {}
-        self._arrays: dict[tuple[str, tuple[int, ...]], Any] = {}
+        values = {name: _value(array) for name, array in self.states.items()} if reuse else {}
+        self._reused = _Results(self.session, spec, values, self.tables) if reuse and self._in_place is None else None
 
     def _states_in_place(self) -> _Binding | None:
         """States as input and output of one binding, if the graph writes them."""
         names = {name: name.removeprefix("new_") for name in self.outputs}
         written = {name: self.states[state] for name, state in names.items() if state in self.states}
         assert len(written) in (0, len(names)), "a graph writes states or returns results, not both"
-        return _Binding(self.session, self.states, written) if written else None
+        if not written:
+            return None
+        values = {name: _value(array) for name, array in self.states.items()}
+        return _Binding(self.session, values, {name: _value(array) for name, array in written.items()})
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """feeds: an array per table; returns the results by name, none if the graph writes states."""
@@ -139,41 +196,14 @@ class _Graph:
         if self._in_place is not None:
             self._in_place.run(tables)
             return {}
-        if self._axes is None:
-            return self._results(tables)
-        key = tuple([tables[name].shape[axis] for name, axis in self._axes])
-        held = self._held.get(key)
-        if held is None:
-            return self._hold(key, self._results(tables))
-        held[0].run(tables)
-        return dict(held[1])
-
-    def _results(self, tables: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(zip(self.outputs, self.session.run(self.outputs, {**self.states, **tables}), strict=True))
-
-    def _hold(self, key: tuple[int, ...], results: dict[str, Any]) -> dict[str, Any]:
-        """Keeps arrays like these for the next results of these shapes; a result of the same shape has one array in all of them."""
-        if sum(array.nbytes for array in results.values()) <= _MOST_HELD_BYTES:
-            if len(self._held) >= _MOST_HELD:
-                self._held.clear()
-                self._arrays.clear()
-            kept = {name: self._arrays.setdefault((name, array.shape), array) for name, array in results.items()}
-            self._held[key] = (_Binding(self.session, self.states, kept), kept)
+        held = self._reused.of(tables) if self._reused is not None else None
+        if held is not None:
+            held[0].run(tables)
+            return dict(held[1])
+        results = dict(zip(self.outputs, self.session.run(self.outputs, {**self.states, **tables}), strict=True))
+        if self._reused is not None:
+            self._reused.learn(results)
         return results
-
-
-def _deciding_axes(spec: GraphContract, tables: Sequence[str]) -> list[tuple[str, int]]:
-    """Axes of tables that decide the shapes of the results: where each symbol of an output is the dimension of a table."""
-    places = {
-        dim: (t.name, axis)
-        for t in spec.inputs
-        if t.name in tables
-        for axis, dim in enumerate(t.shape)
-        if isinstance(dim, str)
-    }
-    return [
-        places[dim] for dim in sorted({d for t in spec.outputs for d in t.shape if isinstance(d, str)}) if dim in places
-    ]
 
 
 def _check_contract(path: Path, session: Any, spec: GraphContract) -> None:

@@ -1,8 +1,8 @@
 // Tables of a pass for trees of up to 64 nodes: what `runtime/tables.py` makes, and says what it means, in a tenth of the time.
 //
 // Every function takes the sizes of the engine, integers one behind the other (`given`), and a buffer. It writes its arrays one behind the
-// other, each from a multiple of eight bytes on, and the dimensions that a caller cannot know; it returns the bytes that they take, and
-// writes no array if these are more than `capacity`. Nothing is kept.
+// other, each from a multiple of kGrid bytes on, so that an array seldom moves when one before it grows, and the dimensions that a caller
+// cannot know; it returns the bytes that they take, and writes no array if these are more than `capacity`. Nothing is kept.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -11,7 +11,7 @@ namespace v4tree {
 
 namespace {
 
-constexpr int64_t kMostNodes = 64, kPadding = -2;
+constexpr int64_t kMostNodes = 64, kPadding = -2, kGrid = 512;
 constexpr int64_t kPrevA = 0, kCurA = 1, kCurB = 2, kCsaNull = 3, kCsaNodes = 4, kHcaOpen = 0, kHcaNull = 1, kHcaNodes = 2, kBinRow = 1;
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
 
@@ -36,7 +36,7 @@ class Arena {
   template <class T>
   T* take(int64_t count) {
     char* at = memory_ == nullptr ? nullptr : memory_ + used;
-    used += (count * static_cast<int64_t>(sizeof(T)) + 7) / 8 * 8;
+    used += std::max<int64_t>(1, (count * static_cast<int64_t>(sizeof(T)) + kGrid - 1) / kGrid) * kGrid;
     return reinterpret_cast<T*>(at);
   }
   int64_t used = 0;
@@ -318,8 +318,8 @@ V4_EXPORT int64_t v4tree_draft_tables(const int64_t* sizes, int64_t size, int64_
     int64_t *streams = arena.take<int64_t>(size * width), *next = arena.take<int64_t>(size * width);
     int64_t *positions = arena.take<int64_t>(size * width), *rows = arena.take<int64_t>(size * (1 + held));
     float* catchup = arena.take<float>(size * width * keys);
-    int64_t *last = arena.take<int64_t>(steps ? size : 0), *root = arena.take<int64_t>(steps ? size : 0);
-    float* level = arena.take<float>(size * levels * keys);
+    int64_t *last = steps ? arena.take<int64_t>(size) : nullptr, *root = steps ? arena.take<int64_t>(size) : nullptr;
+    float* level = levels ? arena.take<float>(size * levels * keys) : nullptr;
     int64_t *read = arena.take<int64_t>(all), *ring = arena.take<int64_t>(all);
     if (read == nullptr) return;
     const int64_t* token = unread + size;
