@@ -139,7 +139,7 @@ def test_what_is_accepted_corrects_all_arms_lately_and_one_arm_for_long() -> Non
     lengths, arm = looked(60, (4, 2), 0.9), Arm((4, 2), 5)
     before = lengths.curves()
     for _ in range(400):
-        lengths.see(arm, 2, 4)
+        lengths.see(arm, [2, 0, 0, 0])
     after = lengths.curves()
     assert after[3, 4] == pytest.approx(1.5, abs=0.05)
     assert after[1, 3] < before[1, 3]
@@ -147,6 +147,19 @@ def test_what_is_accepted_corrects_all_arms_lately_and_one_arm_for_long() -> Non
     forgotten = lengths.curves()
     assert forgotten[1, 3] == pytest.approx(before[1, 3])
     assert forgotten[3, 4] < before[3, 4]
+
+
+def test_a_long_chain_tells_what_a_shorter_one_brings() -> None:
+    """Accepted lengths that the model has wrong at every depth: one token or four, never two or three."""
+    shapes = ((1, 1), (3, 1), (4, 1), (4, 2))
+    lengths, rng = Lengths(shapes, 6, usual(shapes)), np.random.default_rng(6)
+    accepted = np.where(rng.random(4000) < 0.5, 4, 1)
+    for part in accepted.reshape(-1, 20):
+        lengths.see(Arm((4, 1), 5), part.tolist())
+    curves = lengths.curves()
+    assert curves[2, 4] == pytest.approx(1 + accepted.mean(), abs=0.1)
+    assert curves[1, 3] == pytest.approx(1 + np.minimum(accepted, 3).mean(), abs=0.1)
+    assert curves[0, 1] == pytest.approx(2.0, abs=0.05)
 
 
 # ---------------------------------------------------------------- costs

@@ -20,7 +20,7 @@ from trtllm_v4tree.runtime.tables import Feeds, Row, Rows, Sequences, StepTables
 from trtllm_v4tree.runtime.tree import Ints
 from trtllm_v4tree.sizes import EngineSizes
 
-_MOST_NODES, _MOST_GIVEN, _MOST_DIMS, _MOST_KNOWN = 64, 4096, 8, 256
+_MOST_NODES, _MOST_GIVEN, _MOST_DIMS, _MOST_KNOWN = 64, 4096, 8, 4096
 _GRID = 512
 """Bytes: where an array may begin, as in `tables.cc`."""
 _Layout = list[tuple[str, type, tuple[int, ...]]]

@@ -50,12 +50,16 @@ class _Plans(NamedTuple):
 
 class _Stretch:
     """Rounds of one arm: how many, whether it is tried only, whether those before it were of the other kind, and what they took and
-    brought. Rounds with a prefill, or with another draft round for a look, do not count."""
+    brought. Rounds with a prefill, or with another draft round for a look, do not count. The first rounds behind a switch, or of an arm
+    that was never run, are `cold`: they do not say what such rounds take."""
 
-    def __init__(self, plan: Plan, rounds: int, probe: bool, switch: bool) -> None:
-        self.plan, self.rounds, self.probe, self.switch = plan, rounds, probe, switch
+    def __init__(self, plan: Plan, rounds: int, probe: bool, switch: bool, fresh: bool = False) -> None:
+        self.plan, self.probe, self.switch = plan, probe, switch
+        self.cold = _WARM if switch or fresh else 0
+        self.rounds = rounds + (_WARM if fresh and not switch else 0)
         self.ms: list[float] = []
-        self.begun = self.tokens = self.walks = 0
+        self.accepted: list[int] = []
+        self.begun = 0
 
     @property
     def full(self) -> bool:
@@ -86,6 +90,7 @@ class AutoPolicy:
         self._plans: dict[int, _Plans] = {}
         self._stretch = _Stretch(self.plan, 0, False, False)
         self._stretches = self._rested = self._drafted = 0
+        self._known: set[Arm] = set()
         self._shape: Shape | None = None
         self._runs = self._looks = False
         self._rows = slice(None)
@@ -117,8 +122,7 @@ class AutoPolicy:
             self._judge.learn(_part(candidates, self._rows), kept[self._rows], visited.paths[self._rows])
             self._learning += self._now() - began
         if self._shape == stretch.plan.arm.shape:
-            stretch.tokens += sum(map(len, visited.paths)) - len(visited.paths)
-            stretch.walks += len(visited.paths)
+            stretch.accepted += [len(path) - 1 for path in visited.paths]
 
     # ---------------------------------------------------------------- looks
 
@@ -169,7 +173,8 @@ class AutoPolicy:
             plan, rounds, probe = last.plan, len(last.ms), True
         elif (burst := self._burst(plans)) is not None:
             plan, rounds, probe = *burst, True
-        self._stretch = _Stretch(plan, rounds, probe, differ(plan.arm, last.plan.arm))
+        self._stretch = _Stretch(plan, rounds, probe, differ(plan.arm, last.plan.arm), plan.arm not in self._known)
+        self._known.add(plan.arm)
 
     def _burst(self, plans: _Plans) -> tuple[Plan, int] | None:
         """What to try, and how many rounds of it, if it is time to."""
@@ -182,13 +187,10 @@ class AutoPolicy:
         return (other, rounds) if rounds else None
 
     def _learn(self, stretch: _Stretch) -> bool:
-        """Tells the models what a stretch took and brought, and returns whether it brought more than the plan would have.
-
-        The first rounds after a switch between plain decoding and drafting do not say what such rounds take.
-        """
-        plan, cold = stretch.plan, _WARM if stretch.switch else 0
-        if stretch.walks:
-            self.lengths.see(plan.arm, stretch.tokens, stretch.walks)
+        """Tells the models what a stretch took and brought, and returns whether it brought more than the plan would have."""
+        plan, cold = stretch.plan, stretch.cold
+        if stretch.accepted:
+            self.lengths.see(plan.arm, stretch.accepted)
         if len(stretch.ms) < cold + 2:
             return False
         typical = statistics.fmean(stretch.ms[cold:])
@@ -198,7 +200,7 @@ class AutoPolicy:
             self._probes.switched((sum(stretch.ms[:cold]) - cold * typical) / plain_ms)
         if not stretch.probe:
             self._probes.earn(len(stretch.ms) * typical / plain_ms)
-        tokens = plan.batch + plan.batch * stretch.tokens / max(1, stretch.walks)
+        tokens = plan.batch + plan.batch * sum(stretch.accepted) / max(1, len(stretch.accepted))
         return tokens / typical > self.plan.rate
 
     def _weigh(self, batch: int) -> _Plans:

@@ -2,7 +2,8 @@
 
 A look at one draft round tells of every smaller one in it: of each the chance that its first, second, .. best node is accepted. Those
 that are not in it are taken to move along. What rounds then bring corrects the sum, over all lately (another text) and for each arm in
-the long run (a model that is wrong about it).
+the long run (a model that is wrong about it). The nodes of a chain are those of every longer chain, so each of them is corrected by
+itself, for all chains together: what a short one would bring is known from the rounds of a long one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trtllm_v4tree.runtime.policies.rules import node_chances
 _PRIOR, _MOST, _FORGET = 16.0, 256.0, 1 / 1024
 _DOUBT = 0.3
 _LATELY, _TRUSTING = 128.0, 24.0
-_LONG, _STUBBORN = 2048.0, 80.0
+_LONG, _STUBBORN, _STUBBORN_ROUNDS = 2048.0, 80.0, 24.0
 
 
 class Lengths:
@@ -39,6 +40,8 @@ class Lengths:
         self.looks = 0
         self._seen = self._claimed = 0.0
         self._arms: dict[Arm, list[float]] = {}
+        self._chains = np.array([topk == 1 for _, topk in self.shapes])[:, None]
+        self._reached, self._expected = np.zeros(max_nodes), np.zeros(max_nodes)
         self._model = self._chances.cumsum(axis=1)
 
     def _smaller(self, shape: Shape) -> list[Shape]:
@@ -64,26 +67,41 @@ class Lengths:
     def curves(self) -> Floats:
         """Tokens per sequence and pass: [S, N]."""
         self._model = self._chances.cumsum(axis=1)
+        usual = _STUBBORN_ROUNDS * self._chances
+        chains = self._chances * (self._reached + usual) / (self._expected + np.maximum(usual, 1e-9))
+        chains[:, 0] = 1.0
+        model = np.where(self._chains, chains.cumsum(axis=1), self._model)
         factors = np.full(self._model.shape, self._lately)
         for arm, (seen, claimed) in self._arms.items():
             assert arm.shape is not None
             factors[self._place[arm.shape], arm.nodes - 1] *= (seen + _STUBBORN) / (claimed + _STUBBORN)
-        return np.where(self._possible, 1 + factors * (self._model - 1), 0.0)
+        return np.where(self._possible, 1 + factors * (model - 1), 0.0)
 
     @property
     def _lately(self) -> float:
         return (self._seen + _TRUSTING) / (self._claimed + _TRUSTING)
 
-    def see(self, arm: Arm, tokens: int, walks: int) -> None:
-        """So many drafted tokens were accepted in so many walks through the trees of an arm."""
+    def see(self, arm: Arm, accepted: Sequence[int]) -> None:
+        """So many drafted tokens were accepted in each walk through a tree of an arm."""
         assert arm.shape is not None
-        claim = walks * (float(self._model[self._place[arm.shape], arm.nodes - 1]) - 1)
-        own, keep = self._arms.setdefault(arm, [0.0, 0.0]), 0.5 ** (walks / _LONG)
-        own[0] = keep * own[0] + tokens
-        own[1] = keep * own[1] + claim * self._lately
+        row, walks, tokens = self._place[arm.shape], len(accepted), sum(accepted)
+        claim, keep = walks * (float(self._model[row, arm.nodes - 1]) - 1), 0.5 ** (walks / _LONG)
+        if arm.shape[1] == 1:
+            self._see_chain(keep, walks * self._lately * self._chances[row, : arm.nodes], accepted)
+        else:
+            own = self._arms.setdefault(arm, [0.0, 0.0])
+            own[0] = keep * own[0] + tokens
+            own[1] = keep * own[1] + claim * self._lately
         self.forget(1 - 0.5 ** (walks / _LATELY))
         self._seen += tokens
         self._claimed += claim
+
+    def _see_chain(self, keep: float, expected: Floats, accepted: Sequence[int]) -> None:
+        """Node i is reached by the walks that accept i tokens or more; as many as `expected` were to."""
+        nodes = len(expected)
+        ends = np.bincount(accepted, minlength=nodes)[:nodes]
+        self._reached[:nodes] = keep * self._reached[:nodes] + ends[::-1].cumsum()[::-1]
+        self._expected[:nodes] = keep * self._expected[:nodes] + expected
 
     def forget(self, share: float) -> None:
         """A share of what was seen lately is about another text."""
