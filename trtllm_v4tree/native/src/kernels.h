@@ -67,8 +67,8 @@ struct Kernels {
   void (*scores)(const float* const* keys, int64_t num_keys, const float* query, const float* mask, float* scores, int64_t dim);
   // to[k] += sum_h weights[h] max(scores[k][h], 0)
   void (*add_weighted)(const float* scores, int64_t num_keys, const float* weights, float* to);
-  // c: [m * m][16] (m from 1 to 8) logits of up to 16 nodes -> doubly stochastic (row softmax, then column and row sums in turn).
-  void (*sinkhorn)(float* c, int64_t m, int64_t iterations, float eps);
+  // c: [m * m][16] (m from 1 to 8) logits of `rows` (up to 16) nodes -> doubly stochastic (row softmax, then column and row sums in turn).
+  void (*sinkhorn)(float* c, int64_t m, int64_t rows, int64_t iterations, float eps);
   // out[i] = silu(min(gate, limit)) * clip(up, limit) * scale
   void (*swiglu)(const float* gate, const float* up, float* out, int64_t count, float limit, float scale);
   void (*add)(const float* x, float* to, int64_t count);  // to += x

@@ -419,22 +419,24 @@ static void attention(const AttentionGroup& g) {
 }
 
 // Every line of m values, `inner` apart, over its sum.
-V4_INLINE void normalise_lines(vf* a, int m, int outer, int inner, float eps) {
+template <class V>
+V4_INLINE void normalise_lines(V* a, int m, int outer, int inner, float eps) {
   for (int i = 0; i < m; ++i) {
-    vf sum = vf{};
-    for (int j = 0; j < m; ++j) sum += a[i * outer + j * inner];
-    const vf inverse = 1.0f / (sum + eps);
+    V sum = a[i * outer];
+    for (int j = 1; j < m; ++j) sum += a[i * outer + j * inner];
+    const V inverse = 1.0f / (sum + eps);
     for (int j = 0; j < m; ++j) a[i * outer + j * inner] *= inverse;
   }
 }
 
 // With an m that the compiler knows the matrix stays in registers.
+template <class V>
 V4_INLINE void sinkhorn_of(float* c, int m, int64_t iterations, float eps) {
-  vf a[64];
+  V a[64];
   for (int i = 0; i < m; ++i) {
-    vf top = load(c + i * m * kLanes), sum = vf{};
-    for (int j = 1; j < m; ++j) top = vmax(top, load(c + (i * m + j) * kLanes));
-    for (int j = 0; j < m; ++j) sum += a[i * m + j] = vexp(load(c + (i * m + j) * kLanes) - top);
+    V top = load_as<V>(c + i * m * kLanes), sum{};
+    for (int j = 1; j < m; ++j) top = vmax(top, load_as<V>(c + (i * m + j) * kLanes));
+    for (int j = 0; j < m; ++j) sum += a[i * m + j] = vexp(load_as<V>(c + (i * m + j) * kLanes) - top);
     for (int j = 0; j < m; ++j) a[i * m + j] = a[i * m + j] / sum + eps;
   }
   normalise_lines(a, m, 1, m, eps);
@@ -445,11 +447,13 @@ V4_INLINE void sinkhorn_of(float* c, int m, int64_t iterations, float eps) {
   for (int i = 0; i < m * m; ++i) store(c + i * kLanes, a[i]);
 }
 
-static void sinkhorn(float* c, int64_t m, int64_t iterations, float eps) {
-  if (m == 4)
-    sinkhorn_of(c, 4, iterations, eps);
+static void sinkhorn(float* c, int64_t m, int64_t rows, int64_t iterations, float eps) {
+  if (m == 4 && rows <= kFew)
+    sinkhorn_of<hf>(c, 4, iterations, eps);
+  else if (m == 4)
+    sinkhorn_of<vf>(c, 4, iterations, eps);
   else
-    sinkhorn_of(c, static_cast<int>(m), iterations, eps);
+    sinkhorn_of<vf>(c, static_cast<int>(m), iterations, eps);
 }
 
 V4_INLINE vf gated(vf gate, vf up, float limit, float scale) {

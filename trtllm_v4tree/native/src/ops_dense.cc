@@ -85,7 +85,7 @@ void HyperMix::mix_nodes(const float* z, const Mixed& to, int64_t first, int64_t
     kernels().mix(z + r * m * dim, dim, row, m, out, dim);
     kernels().rms_norm(out, to.norm, out, dim, norm_eps);
   }
-  kernels().sinkhorn(lanes.data(), m, iterations, hc_eps);
+  kernels().sinkhorn(lanes.data(), m, count, iterations, hc_eps);
   for (int64_t r = 0; r < count; ++r)
     for (int64_t g = 0; g < m * m; ++g) to.comb[(first + r) * m * m + g] = lanes[g * kLanes + r];
 }
