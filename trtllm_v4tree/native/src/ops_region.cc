@@ -241,7 +241,7 @@ class Call {
   // Returns when all `size` threads have come here for the `count`-th time.
   void meet(int64_t size, int64_t count) {
     arrived_.fetch_add(1, std::memory_order_acq_rel);
-    wait_until([&] { return arrived_.load(std::memory_order_acquire) >= size * count; });
+    wait_in_team([&] { return arrived_.load(std::memory_order_acquire) >= size * count; });
   }
 
   // The place of a tensor in its output; `tail` are the axes behind [batch, nodes or entries].

@@ -16,6 +16,7 @@ namespace v4tree {
 namespace {
 
 constexpr int64_t kMaxTasks = 1 << 15;
+constexpr int64_t kShortestRest = 8, kLongestRest = 512;  // calls
 constexpr std::chrono::microseconds kPrompt{20};  // a worker that waits on its core comes within one; one that sleeps, in fifty
 
 // How many microseconds an idle worker waits on its core. Longer than the host works between two passes, it need not be woken; but it
@@ -39,12 +40,17 @@ class Pool {
     return lock.owns_lock();
   }
 
-  // The same with a team.
+  // The same with a team; nor while teams rest.
   bool try_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
     std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
-    if (lock) team(wanted, body, argument);
-    return lock.owns_lock();
+    if (!lock || (resting_ > 0 && resting_-- > 0)) return false;
+    late_.store(false, std::memory_order_relaxed);
+    team(wanted, body, argument);
+    rest_if_late();
+    return true;
   }
+
+  void late() { late_.store(true, std::memory_order_relaxed); }
 
  private:
   // Tasks are claimed from one word (epoch | tasks | next), so a worker that comes late finds another epoch and takes nothing.
@@ -70,7 +76,14 @@ class Pool {
     const int64_t came = close(wanted - 1);
     team.size.store(came + 1, std::memory_order_release);
     body(argument, 0, came + 1);
-    wait_until([&] { return done_.load(std::memory_order_acquire) >= came; });
+    wait_in_team([&] { return done_.load(std::memory_order_acquire) >= came; });
+  }
+
+  // A member that loses its core keeps all others waiting, where tasks would go to who has time. Then teams rest, for longer each time.
+  void rest_if_late() {
+    const bool late = late_.load(std::memory_order_relaxed);
+    resting_ = late ? rest_ : 0;
+    rest_ = late ? std::min(2 * rest_, kLongestRest) : kShortestRest;
   }
 
   // Lets `workers` threads claim tasks; returns the epoch of the claims.
@@ -143,7 +156,8 @@ class Pool {
   std::atomic<uint64_t> claims_{0};
   std::atomic<int64_t> done_{0};
   std::atomic<int> asleep_{0};
-  int64_t workers_ = 0;
+  int64_t workers_ = 0, resting_ = 0, rest_ = kShortestRest;
+  std::atomic<bool> late_{false};
   std::mutex busy_, sleep_;
   std::condition_variable wake_;
 };
@@ -178,6 +192,8 @@ void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
   if (tasks > 1 && tasks < kMaxTasks && num_threads() > 1 && pool().try_run(tasks, body, argument)) return;
   for (int64_t task = 0; task < tasks; ++task) body(argument, task);
 }
+
+void team_was_late() { pool().late(); }
 
 void run_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
   if (wanted > 1 && wanted < kMaxTasks && pool().try_team(wanted, body, argument)) return;

@@ -16,8 +16,10 @@ void set_patience(int microseconds);  // how long an idle thread keeps its core
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument);
 
 // body(argument, member, size) once for every member of a team whose members all run at the same time, so that they may wait for each
-// other: `wanted` of them, fewer where other threads are asleep or help another caller; returns when all are done.
+// other (`wait_in_team`): `wanted` of them, fewer where other threads are asleep, help another caller or lately lost their cores to other
+// programs; returns when all are done.
 void run_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument);
+void team_was_late();
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -27,13 +29,22 @@ inline void relax() {
 #endif
 }
 
-// Returns when ready(), which another thread that has a core makes true.
+constexpr int kLate = 1 << 13;  // spins, a tenth of a millisecond: members wait for each other for microseconds
+
+// Returns when ready(), which another thread makes true; whether that took long.
 template <class Ready>
-void wait_until(const Ready& ready) {
-  for (int spins = 0; !ready(); ++spins) {
+bool wait_until(const Ready& ready) {
+  int spins = 0;
+  for (; !ready(); ++spins) {
     relax();
-    if (spins > 1 << 14) std::this_thread::yield();
+    if (spins > 2 * kLate) std::this_thread::yield();
   }
+  return spins > kLate;
+}
+
+template <class Ready>
+void wait_in_team(const Ready& ready) {
+  if (wait_until(ready)) team_was_late();
 }
 
 }  // namespace v4tree
