@@ -127,6 +127,32 @@ def test_a_failure_in_one_share_is_told_and_the_next_pass_works(case: Case, sequ
     np.testing.assert_array_equal(whole(feeds)["logits"], apart(feeds)["logits"])
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda text: text.replace("HyperMix", "HyperMist", 1), "no region can hold"),
+        (lambda text: text.replace("streams=", "rivers=", 1), "lacks an attribute"),
+        (lambda text: text.replace("; i0 ", "; i9999 ", 1), "fewer inputs"),
+        (lambda text: text.replace("; i0 ", "; - ", 1), "lacks an input"),
+        (lambda text: text.replace("; i0 ", "; t8 ", 1), "made later"),
+        (lambda text: text.replace("; i0 ", "; x0 ", 1), "reads what is nowhere"),
+        (lambda text: text.replace("; t0 ", "; t1 ", 1), "made twice"),
+        (lambda text: text + text[text.rindex("\noutput") :], "twice an output"),
+        (lambda text: text[: text.index("\noutput")], "must be an output"),
+    ],
+)
+def test_a_program_that_makes_no_sense_is_refused(change: Callable[[str], str], complaint: str, tmp_path: Path) -> None:
+    checkpoint_dir = write_tiny(tmp_path / "checkpoint", "mixed", 1)
+    config = ModelConfig.from_pretrained(checkpoint_dir)
+    model = joined(graphs.target_step(config, sizes_of(config), NativeOps(half=False)))
+    node = next(node for node in model.graph if node.op_type == "Region")
+    text = node.attributes["program"].as_string()
+    assert change(text) != text
+    node.attributes["program"] = ir.AttrString("program", change(text))
+    with pytest.raises(Exception, match=complaint):
+        runner(model, Checkpoint.open(checkpoint_dir, config, None), tmp_path / "model")
+
+
 def test_the_blocks_are_one_node(tmp_path: Path) -> None:
     config = ModelConfig.from_pretrained(write_tiny(tmp_path / "checkpoint", "mixed", 1))
     model = joined(graphs.target_step(config, sizes_of(config), NativeOps(half=False)))
