@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ Case = tuple[ModelConfig, Callable[[Arrays], Arrays], Callable[[Arrays], Arrays]
 def all_threads_again() -> Iterator[None]:
     yield
     native.set_num_threads(0)
+    native.set_patience(1000)
 
 
 def joined(model: ir.Model) -> ir.Model:
@@ -111,6 +113,16 @@ def test_threads_share_the_rows(case: Case) -> None:
     assert set(seen) <= {1, 2} and seen[2], "a second thread never came in time"
     native.set_num_threads(1)
     assert whole(feeds) and members() == 1
+
+
+def test_threads_that_sleep_are_not_waited_for_without_end(case: Case) -> None:
+    config, apart, whole = case
+    native.set_num_threads(2)
+    native.set_patience(0)
+    for seed in range(30):
+        feeds = feeds_of(config, sizes_of(config), np.random.default_rng(seed))
+        time.sleep(0.002)
+        np.testing.assert_array_equal(whole(feeds)["logits"], apart(feeds)["logits"])
 
 
 @pytest.mark.parametrize("sequences", [[0], [0, 1]], ids=len)

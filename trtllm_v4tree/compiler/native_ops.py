@@ -1,4 +1,5 @@
-"""Lowering for the CPU with the native operators of `trtllm_v4tree.native`: a block is about seven nodes, joined by `fuse`, instead of two hundred.
+"""Lowering for the CPU with the native operators of `trtllm_v4tree.native`: a block is about seven operators, joined by `fuse`, instead of two
+hundred, and `region` makes one node of all blocks.
 
 Weights are stored once, packed as the kernels read them (blocks of 16 columns), in bfloat16 where the checkpoint's values are
 bfloat16, so nothing is lost; activations and sums are float32. Every sum of a token runs in one order, whatever tokens are computed

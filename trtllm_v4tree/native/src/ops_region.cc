@@ -44,7 +44,7 @@ class Call {
     wait_in_team([&] { return arrived_.load(std::memory_order_acquire) >= size * count; });
   }
 
-  // The place of a tensor in its output; `tail` are the axes behind [batch, nodes or entries].
+  // The place of a tensor in its output; `second` are the nodes or entries of a sequence, behind which come the axes of `dims` from the third on.
   char* place(const Made& tensor, int64_t second, const std::vector<int64_t>& dims) {
     std::atomic<char*>& at = outputs_[tensor.output];
     char* base = at.load(std::memory_order_acquire);

@@ -17,7 +17,8 @@ namespace {
 
 constexpr int64_t kMaxTasks = 1 << 15;
 constexpr int64_t kShortestRest = 8, kLongestRest = 512;  // calls
-constexpr std::chrono::microseconds kPrompt{20};  // a worker that waits on its core comes within one; one that sleeps, in fifty
+constexpr std::chrono::microseconds kPrompt{100};  // a worker that waits on its core comes within one; one that sleeps, in fifty
+constexpr std::chrono::microseconds kLate{100};  // members wait for each other for microseconds
 
 // How many microseconds an idle worker waits on its core. Longer than the host works between two passes, it need not be woken; but it
 // keeps a server and its clients off that core: benchmarks/serving/batching.md.
@@ -31,6 +32,18 @@ int processors() {
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
+struct Team {
+  void (*body)(void*, int64_t, int64_t);
+  void* argument;
+  std::atomic<int64_t> size;
+
+  static void sit(void* user, int64_t seat) {
+    Team& team = *static_cast<Team*>(user);
+    wait_until([&] { return team.size.load(std::memory_order_acquire) > 0; });
+    team.body(team.argument, seat + 1, team.size.load(std::memory_order_relaxed));
+  }
+};
+
 class Pool {
  public:
   // False, with nothing done, if another caller is being helped.
@@ -40,17 +53,27 @@ class Pool {
     return lock.owns_lock();
   }
 
-  // The same with a team; nor while teams rest.
+  // The same with a team: workers claim a seat each and wait until the caller, who is the first member, says how many came in time. Nor if
+  // none came, or while teams rest; then the operators of the caller may be helped.
   bool try_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
     std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
     if (!lock || (resting_ > 0 && resting_-- > 0)) return false;
+    Team team{body, argument, {0}};
+    offer(wanted - 1, wanted - 1, Team::sit, &team);
+    const int64_t came = close(wanted - 1);
+    if (came == 0) return false;
     late_.store(false, std::memory_order_relaxed);
-    team(wanted, body, argument);
+    began_ = std::chrono::steady_clock::now();
+    team.size.store(came + 1, std::memory_order_release);
+    body(argument, 0, came + 1);
+    wait_in_team([&] { return done_.load(std::memory_order_acquire) >= came; });
     rest_if_late();
     return true;
   }
 
-  void late() { late_.store(true, std::memory_order_relaxed); }
+  void waited(std::chrono::nanoseconds time) {
+    if (time > kLate && 4 * time > std::chrono::steady_clock::now() - began_) late_.store(true, std::memory_order_relaxed);
+  }
 
  private:
   // Tasks are claimed from one word (epoch | tasks | next), so a worker that comes late finds another epoch and takes nothing.
@@ -58,25 +81,6 @@ class Pool {
     const uint64_t epoch = offer(tasks, std::min<int64_t>(tasks, num_threads()) - 1, body, argument);
     work(epoch);
     wait_until([&] { return done_.load(std::memory_order_acquire) >= tasks; });
-  }
-
-  // Workers claim a seat each and wait until the caller, who is the first member, says how many came in time.
-  void team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
-    struct Team {
-      void (*body)(void*, int64_t, int64_t);
-      void* argument;
-      std::atomic<int64_t> size;
-    } team{body, argument, {0}};
-    const auto sit = [](void* user, int64_t seat) {
-      Team& team = *static_cast<Team*>(user);
-      wait_until([&] { return team.size.load(std::memory_order_acquire) > 0; });
-      team.body(team.argument, seat + 1, team.size.load(std::memory_order_relaxed));
-    };
-    offer(wanted - 1, wanted - 1, sit, &team);
-    const int64_t came = close(wanted - 1);
-    team.size.store(came + 1, std::memory_order_release);
-    body(argument, 0, came + 1);
-    wait_in_team([&] { return done_.load(std::memory_order_acquire) >= came; });
   }
 
   // A member that loses its core keeps all others waiting, where tasks would go to who has time. Then teams rest, for longer each time.
@@ -158,6 +162,7 @@ class Pool {
   std::atomic<int> asleep_{0};
   int64_t workers_ = 0, resting_ = 0, rest_ = kShortestRest;
   std::atomic<bool> late_{false};
+  std::chrono::steady_clock::time_point began_;
   std::mutex busy_, sleep_;
   std::condition_variable wake_;
 };
@@ -193,7 +198,7 @@ void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument) {
   for (int64_t task = 0; task < tasks; ++task) body(argument, task);
 }
 
-void team_was_late() { pool().late(); }
+void team_waited(std::chrono::nanoseconds time) { pool().waited(time); }
 
 void run_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument) {
   if (wanted > 1 && wanted < kMaxTasks && pool().try_team(wanted, body, argument)) return;

@@ -2,6 +2,7 @@
 // the cores. A worker waits on the core for a while after a job, since the next operator comes within microseconds, and then sleeps.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <thread>
@@ -19,7 +20,7 @@ void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* argument);
 // other (`wait_in_team`): `wanted` of them, fewer where other threads are asleep, help another caller or lately lost their cores to other
 // programs; returns when all are done.
 void run_team(int64_t wanted, void (*body)(void*, int64_t, int64_t), void* argument);
-void team_was_late();
+void team_waited(std::chrono::nanoseconds time);  // a member for others
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -29,22 +30,21 @@ inline void relax() {
 #endif
 }
 
-constexpr int kLate = 1 << 13;  // spins, a tenth of a millisecond: members wait for each other for microseconds
-
-// Returns when ready(), which another thread makes true; whether that took long.
+// Returns when ready(), which another thread makes true.
 template <class Ready>
-bool wait_until(const Ready& ready) {
-  int spins = 0;
-  for (; !ready(); ++spins) {
+void wait_until(const Ready& ready) {
+  for (int spins = 0; !ready(); ++spins) {
     relax();
-    if (spins > 2 * kLate) std::this_thread::yield();
+    if (spins > 1 << 14) std::this_thread::yield();
   }
-  return spins > kLate;
 }
 
 template <class Ready>
 void wait_in_team(const Ready& ready) {
-  if (wait_until(ready)) team_was_late();
+  if (ready()) return;
+  const auto since = std::chrono::steady_clock::now();
+  wait_until(ready);
+  team_waited(std::chrono::steady_clock::now() - since);
 }
 
 }  // namespace v4tree
