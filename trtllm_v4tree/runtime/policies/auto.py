@@ -34,6 +34,7 @@ _LOYALTY, _KIND_LOYALTY = 1.005, 1.01
 _LOOKS_FIRST, _LOOK_EVERY, _WIDE_EVERY, _MOST_ROWS = 8, 64, 4, 8
 _NEW_TEXT = 0.5
 _WARM, _PLAIN_TURN, _PATIENCE = 3, 4, 4
+_CHILL, _CHILL_SHARE = 4, 4
 _PAUSE, _LONG_PAUSE = 96, 128
 
 
@@ -66,6 +67,11 @@ class _Stretch:
         return len(self.ms) >= self.rounds or self.begun >= _PATIENCE * self.rounds
 
     @property
+    def warm(self) -> bool:
+        """Whether its cold rounds are over."""
+        return len(self.ms) >= self.cold
+
+    @property
     def opens(self) -> bool:
         """Whether its first round is under way, if that is cold: what a look adds to it does not matter."""
         return self.switch and not self.ms
@@ -91,6 +97,7 @@ class AutoPolicy:
         self._stretch = _Stretch(self.plan, 0, False, False)
         self._stretches = self._rested = self._drafted = 0
         self._known: set[Arm] = set()
+        self._chill, self._counted = 0, _CHILL * _CHILL_SHARE
         self._shape: Shape | None = None
         self._runs = self._looks = False
         self._rows = slice(None)
@@ -146,14 +153,21 @@ class AutoPolicy:
     # ---------------------------------------------------------------- stretches
 
     def _account(self, batch: int) -> None:
-        """Takes down how long the last round took, unless there was a prefill in it, or another draft round for a look."""
+        """Takes down how long the last round took, unless there was a prefill in it, or another draft round for a look. Nor of the first
+        rounds behind a prefill, whose weights come from memory again: whatever arm is in use then would look slow. Where prefills follow
+        each other closely most rounds count all the same."""
         total, prefill = sum(self._seconds.values()), self._seconds["prefill"]
         ms, self._total = 1e3 * (total - self._total - self._learning), total
         prefilled, self._prefill, self._learning = prefill > self._prefill, prefill, 0.0
         runs, self._runs = self._runs, False
+        if prefilled and self._counted >= _CHILL * _CHILL_SHARE:
+            self._chill, self._counted = _CHILL, 0
         if prefilled and runs:
             self.lengths.forget(_NEW_TEXT * max(1, batch - self._stretch.plan.batch) / batch)
+        elif runs and self._chill > 0 and self._stretch.warm:
+            self._chill -= 1
         elif runs and (self._stretch.opens or self._shape == self._stretch.plan.arm.shape):
+            self._chill, self._counted = max(0, self._chill - 1), self._counted + 1
             self._stretch.ms.append(ms)
 
     def _begin(self, batch: int) -> None:
