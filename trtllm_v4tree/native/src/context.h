@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -22,13 +23,30 @@ inline void require(bool condition, const char* what) {
   if (!condition) throw Error(what);
 }
 
+constexpr int kMaxRank = 8;
+
+// Dims of a tensor that a kernel makes.
+struct Shape {
+  int rank = 0;
+  int64_t dims[kMaxRank];
+  Shape(std::initializer_list<int64_t> given) { append(given.begin(), given.end()); }
+  Shape(const int64_t* first, const int64_t* last) { append(first, last); }
+  void append(const int64_t* first, const int64_t* last) {
+    require(rank + (last - first) <= kMaxRank, "a tensor has more than 8 axes");
+    while (first < last) dims[rank++] = *first++;
+  }
+  const int64_t* begin() const { return dims; }
+  const int64_t* end() const { return dims + rank; }
+};
+
 struct Tensor {
   void* data = nullptr;
   int type = 0;
   int rank = 0;
-  int64_t dims[8] = {};
+  int64_t dims[kMaxRank] = {};
 
   explicit operator bool() const { return data != nullptr || rank > 0; }
+  Shape shape() const { return {dims, dims + rank}; }
   const float* f32() const { return static_cast<const float*>(data); }
   const int64_t* i64() const { return static_cast<const int64_t*>(data); }
   int64_t dim(int axis) const { return dims[axis < 0 ? rank + axis : axis]; }
@@ -54,8 +72,8 @@ class Context {
   explicit Context(int64_t threads) : threads_(threads) {}
   virtual ~Context() = default;
   virtual Tensor input(size_t index) const = 0;  // false where it was not given
-  virtual void* output(size_t index, const std::vector<int64_t>& dims) const = 0;
-  float* output_f32(size_t index, const std::vector<int64_t>& dims) const { return static_cast<float*>(output(index, dims)); }
+  virtual void* output(size_t index, const Shape& dims) const = 0;
+  float* output_f32(size_t index, const Shape& dims) const { return static_cast<float*>(output(index, dims)); }
   virtual int64_t nodes(int64_t given) const { return given; }  // of a sequence, of which a call may be given some
   int64_t threads() const { return threads_; }
 
@@ -136,10 +154,10 @@ struct Rows {
   int64_t stride;
 };
 
-// Nanoseconds of `rows` products with a weight: sums at about 50 per nanosecond (200 of 8 bits), weights from memory at about 60 bytes.
+// Nanoseconds of `rows` products with a weight, which comes from memory at about 60 bytes in one.
 inline int64_t linear_cost(int64_t rows, const Packed& w) {
   const int64_t elements = w.inputs * w.blocks * kLanes;
-  return std::max(rows * elements / (w.form == Form::kByte ? 200 : 50), elements * w.element() / 60);
+  return std::max(rows * elements / (w.form == Form::kByte ? kernels().byte_rate : kernels().float_rate), elements * w.element() / 60);
 }
 
 // Order of indices: larger values first, lower indices first among equals. What is not a number comes before all, so that it is not
@@ -154,8 +172,9 @@ struct Descending {
   }
 };
 
-// Floats that live until the call ends; one growing buffer per thread and purpose.
-inline float* scratch(std::vector<float>& buffer, int64_t count) {
+// Floats (or pointers) that live until the call ends; one growing buffer per thread and purpose.
+template <class T>
+T* scratch(std::vector<T>& buffer, int64_t count) {
   if (static_cast<int64_t>(buffer.size()) < count) buffer.resize(count);
   return buffer.data();
 }

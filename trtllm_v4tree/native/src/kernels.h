@@ -56,6 +56,7 @@ struct AttentionGroup {
 
 struct Kernels {
   const char* name;
+  int64_t float_rate, byte_rate;  // about how many products of a linear a thread makes in a nanosecond
   // Floats that a row of a form takes, and rows as a linear with a weight of the form kRounded or kByte reads them, without gaps.
   int64_t (*words)(Form form, int64_t inputs);
   void (*encode)(Form form, const float* x, int64_t ldx, int64_t rows, int64_t inputs, float* out);

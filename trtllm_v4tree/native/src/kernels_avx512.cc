@@ -4,8 +4,10 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")
 #define V4_NAME "avx512"
 namespace v4tree::avx512 {
-constexpr int kRegister = 16, kTileRegisters = 24;
+constexpr int kRegister = 16, kTileRegisters = 24, kTogether = 8;
+constexpr int64_t kFloatRate = 50, kByteRate = 200;
 #include "vectors.inl"
+#include "products.inl"
 #include "kernels.inl"
 }  // namespace v4tree::avx512
 #endif

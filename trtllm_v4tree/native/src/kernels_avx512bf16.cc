@@ -7,8 +7,10 @@
 #define V4_BF16_DOT
 #define V4_BYTE_DOT
 namespace v4tree::avx512bf16 {
-constexpr int kRegister = 16, kTileRegisters = 24;
+constexpr int kRegister = 16, kTileRegisters = 24, kTogether = 8;
+constexpr int64_t kFloatRate = 50, kByteRate = 200;
 #include "vectors.inl"
+#include "products.inl"
 #include "kernels.inl"
 }  // namespace v4tree::avx512bf16
 #endif

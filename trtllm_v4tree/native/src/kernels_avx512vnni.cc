@@ -6,8 +6,10 @@
 #define V4_NAME "avx512vnni"
 #define V4_BYTE_DOT
 namespace v4tree::avx512vnni {
-constexpr int kRegister = 16, kTileRegisters = 24;
+constexpr int kRegister = 16, kTileRegisters = 24, kTogether = 8;
+constexpr int64_t kFloatRate = 50, kByteRate = 200;
 #include "vectors.inl"
+#include "products.inl"
 #include "kernels.inl"
 }  // namespace v4tree::avx512vnni
 #endif

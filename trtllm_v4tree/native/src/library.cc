@@ -17,7 +17,7 @@ Tensor tensor_of(const OrtApi* api, const OrtValue* value) {
   const int64_t* dims = nullptr;
   size_t rank = 0;
   check(ort::call<OrtStatus*>(api, ort::kGetTensorTypeAndShapeReference, value, &t.type, &dims, &rank));
-  require(rank <= 8, "a tensor has more than 8 axes");
+  require(rank <= kMaxRank, "a tensor has more than 8 axes");
   t.rank = static_cast<int>(rank);
   std::copy_n(dims, rank, t.dims);
   check(ort::call<OrtStatus*>(api, ort::kGetTensorMutableData, const_cast<OrtValue*>(value), &t.data));
@@ -78,9 +78,9 @@ class OrtContext : public Context {
     return value == nullptr ? Tensor{} : tensor_of(api_, value);
   }
 
-  void* output(size_t index, const std::vector<int64_t>& dims) const override {
+  void* output(size_t index, const Shape& dims) const override {
     OrtValue* value = nullptr;
-    check(ort::call<OrtStatus*>(api_, ort::kContextGetOutput, context_, index, dims.data(), dims.size(), &value));
+    check(ort::call<OrtStatus*>(api_, ort::kContextGetOutput, context_, index, dims.dims, static_cast<size_t>(dims.rank), &value));
     if (value == nullptr) return nullptr;
     void* data = nullptr;
     check(ort::call<OrtStatus*>(api_, ort::kGetTensorMutableData, value, &data));

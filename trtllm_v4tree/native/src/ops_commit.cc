@@ -9,7 +9,7 @@ namespace v4tree {
 constexpr float kNullScore = -1e30f;  // contract.NULL_SCORE
 
 static float* written(const Context& ctx, const Tensor& state) {
-  float* out = ctx.output_f32(0, std::vector<int64_t>(state.dims, state.dims + state.rank));
+  float* out = ctx.output_f32(0, state.shape());
   if (out != state.f32()) std::memcpy(out, state.f32(), state.count() * sizeof(float));
   return out;
 }

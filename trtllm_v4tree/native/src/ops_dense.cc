@@ -8,10 +8,10 @@
 
 namespace v4tree {
 
-static std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
-  std::vector<int64_t> dims(x.dims, x.dims + x.rank);
-  dims.back() = last;
-  return dims;
+static Shape with_last(const Tensor& x, int64_t last) {
+  Shape shape = x.shape();
+  shape.dims[x.rank - 1] = last;
+  return shape;
 }
 
 // x [.., groups * I], packed weight [groups][I, columns / groups], norm [groups * I] or none -> [.., columns]; a group of columns reads
@@ -70,12 +70,13 @@ void HyperMix::run(const Context& ctx) const { mix(ctx, ctx.input(0), 1, 0); }
 // The streams of `count` (16 at most) nodes from `first` on are at z.
 void HyperMix::mix_nodes(const float* z, const Mixed& to, int64_t first, int64_t count) const {
   const int64_t dim = to.dim, gains = 2 * m + m * m;
-  std::vector<float> mix(count * gains), lanes(m * m * kLanes, 0.0f);
-  thread_local std::vector<float> words;
+  thread_local std::vector<float> words, buffer;
+  float *mix = scratch(buffer, count * gains + m * m * kLanes), *lanes = mix + count * gains;
+  if (count < kLanes) std::fill_n(lanes, m * m * kLanes, 0.0f);
   const Rows read = rows_of(z, count, m * dim, to.fn.form, words);
-  kernels().linear(read.data, read.stride, count, to.fn, 0, to.fn.blocks, mix.data(), gains, gains);
+  kernels().linear(read.data, read.stride, count, to.fn, 0, to.fn.blocks, mix, gains, gains);
   for (int64_t r = 0; r < count; ++r) {
-    float* row = mix.data() + r * gains;
+    float* row = mix + r * gains;
     const float scale = 1.0f / std::sqrt(kernels().mean_square(z + r * m * dim, m * dim) + norm_eps);
     for (int64_t g = 0; g < gains; ++g) row[g] = row[g] * scale + to.base[g];
     for (int64_t g = 0; g < m * m; ++g) lanes[g * kLanes + r] = row[2 * m + g];
@@ -85,7 +86,7 @@ void HyperMix::mix_nodes(const float* z, const Mixed& to, int64_t first, int64_t
     kernels().mix(z + r * m * dim, dim, row, m, out, dim);
     kernels().rms_norm(out, to.norm, out, dim, norm_eps);
   }
-  kernels().sinkhorn(lanes.data(), m, count, iterations, hc_eps);
+  kernels().sinkhorn(lanes, m, count, iterations, hc_eps);
   for (int64_t r = 0; r < count; ++r)
     for (int64_t g = 0; g < m * m; ++g) to.comb[(first + r) * m * m + g] = lanes[g * kLanes + r];
 }
@@ -166,13 +167,13 @@ HyperHead::Weights HyperHead::weights(const Context& ctx, const Tensor& streams,
 
 void HyperHead::reduce(const float* streams, const Weights& w, int64_t first, int64_t last, float* x) const {
   const int64_t m = w.m, dim = w.dim;
-  std::vector<float> mix((last - first) * m);
-  thread_local std::vector<float> words;
+  thread_local std::vector<float> words, buffer;
+  float* mix = scratch(buffer, (last - first) * m);
   const Rows read = rows_of(streams + first * m * dim, last - first, m * dim, w.fn.form, words);
-  kernels().linear(read.data, read.stride, last - first, w.fn, 0, w.fn.blocks, mix.data(), m, m);
+  kernels().linear(read.data, read.stride, last - first, w.fn, 0, w.fn.blocks, mix, m, m);
   for (int64_t r = first; r < last; ++r) {
     const float* z = streams + r * m * dim;
-    float* row = mix.data() + (r - first) * m;
+    float* row = mix + (r - first) * m;
     const float scale = 1.0f / std::sqrt(kernels().mean_square(z, m * dim) + norm_eps);
     for (int64_t j = 0; j < m; ++j) row[j] = row[j] * scale + w.base[j];
     kernels().sigmoid(row, m);
@@ -199,14 +200,14 @@ struct Routing {
 }  // namespace
 
 // logits [rows, experts]; route: bias [E] or expert ids by token [V, k]
-static Routing route_tokens(const MixtureOfExperts& op, const float* logits, int64_t rows, const Tensor& route, const int64_t* tokens) {
+static const Routing& route_tokens(const MixtureOfExperts& op, const float* logits, int64_t rows, const Tensor& route, const int64_t* tokens) {
   const bool hashed = route.type == ort::kInt64;
   thread_local std::vector<int64_t> chosen, order, next;
   thread_local std::vector<float> weight, scores, biased;
   chosen.resize(rows * op.topk), order.resize(op.experts), weight.resize(rows * op.topk), biased.resize(op.experts);
   scores.resize(rows * op.experts);
   kernels().sqrt_softplus(logits, scores.data(), rows * op.experts);
-  Routing r;
+  thread_local Routing r;
   r.start.assign(op.experts + 1, 0);
   for (int64_t t = 0; t < rows; ++t) {
     const float* score = scores.data() + t * op.experts;
@@ -300,7 +301,7 @@ void MixtureOfExperts::piece(const Work& work, const Weights& w, const float* x,
 
   const Rows routed_by = w.router.form == w.gate.form ? read : rows_of(x, rows, dim, w.router.form, router_words);
   linear_parallel(work, routed_by, rows, w.router, logits, experts);
-  const Routing r = route_tokens(*this, logits, rows, w.route, tokens);
+  const Routing& r = route_tokens(*this, logits, rows, w.route, tokens);
   for (int64_t i = 0; i < pairs; ++i) std::copy_n(read.data + r.token[i] * read.stride, read.stride, gathered + i * read.stride);
 
   // Threads that share rows take the same share of the columns of every expert.

@@ -14,9 +14,9 @@ void TakeRow::run(const Context& ctx) const {
     const Tensor values = ctx.input(1 + i);
     if (!values) return;
     require(values.rank >= 2 && index.count() == values.dim(0), "there is not one index per sequence");
-    std::vector<int64_t> dims(values.dims, values.dims + values.rank);
-    dims[1] = 1;
-    float* out = ctx.output_f32(i, dims);
+    Shape shape = values.shape();
+    shape.dims[1] = 1;
+    float* out = ctx.output_f32(i, shape);
     const int64_t size = values.count(2);
     for (int64_t b = 0; b < values.dim(0); ++b) {
       require(index.i64()[b] >= 0 && index.i64()[b] < values.dim(1), "a row is out of range");
@@ -75,7 +75,7 @@ void DraftFrontier::advance(const Context& ctx, const Proposed& p, size_t at) co
   const Tensor behind = ctx.input(at), ids = ctx.input(at + 1);
   const int64_t count = p.batch * p.nodes;
   require(p.nodes >= 1 && (!behind || behind.count() == count) && (!ids || ids.count() == count), "scores or ids do not fit the frontier");
-  const std::vector<int64_t> dims{p.batch, p.nodes * p.topk};
+  const Shape dims{p.batch, p.nodes * p.topk};
   float* scores = ctx.output_f32(0, dims);
   int64_t *tokens = static_cast<int64_t*>(ctx.output(1, dims)), *parents = static_cast<int64_t*>(ctx.output(2, dims));
   std::copy_n(p.tokens, count * p.topk, tokens);
@@ -90,7 +90,7 @@ void DraftFrontier::advance(const Context& ctx, const Proposed& p, size_t at) co
 
 // The best children of each sequence: their numbers among all, b F k + i.
 std::vector<int64_t> DraftFrontier::choose(const Context& ctx, const Proposed& p, const float* scores) const {
-  const std::vector<int64_t> dims{p.batch, p.topk};
+  const Shape dims{p.batch, p.topk};
   const int64_t children = p.nodes * p.topk;
   float* held = ctx.output_f32(3, dims);
   int64_t *tokens = static_cast<int64_t*>(ctx.output(4, dims)), *ids = static_cast<int64_t*>(ctx.output(5, dims));

@@ -45,11 +45,11 @@ class Call {
   }
 
   // The place of a tensor in its output; `second` are the nodes or entries of a sequence, behind which come the axes of `dims` from the third on.
-  char* place(const Made& tensor, int64_t second, const std::vector<int64_t>& dims) {
+  char* place(const Made& tensor, int64_t second, const Shape& dims) {
     std::atomic<char*>& at = outputs_[tensor.output];
     char* base = at.load(std::memory_order_acquire);
     int64_t size = element(tensor.type) * batch * second;
-    for (size_t i = 2; i < dims.size(); ++i) size *= dims[i];
+    for (int i = 2; i < dims.rank; ++i) size *= dims.dims[i];
     if (base == nullptr) {
       std::lock_guard<std::mutex> lock(mutex_);
       base = at.load(std::memory_order_relaxed);
@@ -63,10 +63,10 @@ class Call {
   int64_t batch = -1, nodes = -1;
 
  private:
-  char* make(int64_t output, int64_t second, const std::vector<int64_t>& dims) const {
-    std::vector<int64_t> full{batch, second};
-    full.insert(full.end(), dims.begin() + 2, dims.end());
-    if (const int64_t layers = program.outputs[output].layers) full.insert(full.begin(), layers);
+  char* make(int64_t output, int64_t second, const Shape& dims) const {
+    const int64_t layers = program.outputs[output].layers;
+    Shape full = layers ? Shape{layers, batch, second} : Shape{batch, second};
+    full.append(dims.begin() + 2, dims.end());
     static char nothing;  // of a tensor without elements
     char* data = static_cast<char*>(ctx_.output(output, full));
     return data == nullptr ? &nothing : data;
@@ -95,11 +95,12 @@ struct Held {
 class Share {
  public:
   Share(Call& call, int64_t member, int64_t size)
-      : call_(call), size_(size), first_(border(member)), last_(border(member + 1)), held_(call.program.tensors.size()) {
+      : call_(call), size_(size), first_(border(member)), last_(border(member + 1)), held_(tensors()) {
     bool cut = false;
     for (int64_t m = 1; m < size; ++m) cut |= border(m) % call.nodes != 0;
     meets_ = cut;
     if (static_cast<int64_t>(buffers().size()) < call.program.buffers) buffers().resize(call.program.buffers);
+    if (held_.size() < call.program.tensors.size()) held_.resize(call.program.tensors.size());
   }
 
   void run() {
@@ -121,7 +122,7 @@ class Share {
     StepContext(Share& share, const Step& step, const Part& part)
         : Context(share.size_ == 1 ? share.call_.threads() : 1), share_(share), step_(step), part_(part) {}
     Tensor input(size_t i) const override { return i < step_.in.size() ? share_.view(step_, i, part_) : Tensor{}; }
-    void* output(size_t i, const std::vector<int64_t>& dims) const override {
+    void* output(size_t i, const Shape& dims) const override {
       return i < step_.out.size() && step_.out[i] >= 0 ? share_.output(step_.out[i], part_, dims) : nullptr;
     }
     int64_t nodes(int64_t given) const override { return share_.call_.program.by_rows ? share_.call_.nodes : given; }
@@ -137,6 +138,10 @@ class Share {
   int64_t last_sequence() const { return (last_ + call_.nodes - 1) / call_.nodes; }
   static std::vector<std::vector<float>>& buffers() {
     thread_local std::vector<std::vector<float>> held;
+    return held;
+  }
+  static std::vector<Held>& tensors() {
+    thread_local std::vector<Held> held;
     return held;
   }
 
@@ -166,32 +171,32 @@ class Share {
     const Ref ref = step.in[i];
     if (ref.from == '-') return {};
     const bool given = ref.from == 'i';
-    const Held own = given ? Held{call_.inputs[ref.index], 0} : held_[ref.index];
     const char kind = given ? call_.program.kinds[ref.index] : call_.program.tensors[ref.index].by_rows ? 'r' : 's';
-    Tensor t = own.tensor;
-    if (kind == 'g') return t;
+    if (kind == 'g') return call_.inputs[ref.index];
+    Tensor t = given ? call_.inputs[ref.index] : held_[ref.index].tensor;
+    const int64_t origin = given ? 0 : held_[ref.index].origin;
     int64_t skip;
     if (kind == 's') {
       t.dims[0] = part.batch;
-      skip = (part.sequence - own.origin) * t.count(1);
+      skip = (part.sequence - origin) * t.count(1);
     } else {
       const bool whole = step.whole[i];
       t.dims[0] = part.batch, t.dims[1] = whole ? call_.nodes : part.nodes;
-      skip = ((whole ? part.sequence * call_.nodes : part.row) - own.origin) * t.count(2);
+      skip = ((whole ? part.sequence * call_.nodes : part.row) - origin) * t.count(2);
     }
     t.data = static_cast<char*>(t.data) + skip * element(t.type);
     return t;
   }
 
-  void* output(int64_t index, const Part& part, const std::vector<int64_t>& dims) {
+  void* output(int64_t index, const Part& part, const Shape& dims) {
     const Made& made = call_.program.tensors[index];
     Held& held = held_[index];
     Tensor& t = held.tensor;
-    t.type = made.type, t.rank = static_cast<int>(dims.size());
-    require(dims.size() >= 2 && dims.size() <= 8 && dims[0] == part.batch, "a step of a region made something else");
+    t.type = made.type, t.rank = dims.rank;
+    require(dims.rank >= 2 && dims.dims[0] == part.batch, "a step of a region made something else");
     std::copy(dims.begin(), dims.end(), t.dims);
     const int64_t unit = t.count(made.by_rows ? 2 : 1), bytes = element(made.type);  // of a row, of a sequence
-    require(!made.by_rows || dims[1] == part.nodes, "a step of a region made something else");
+    require(!made.by_rows || dims.dims[1] == part.nodes, "a step of a region made something else");
     const int64_t from = made.by_rows ? first_ : first_sequence(), count = made.by_rows ? last_ - first_ : last_sequence() - from;
     if (made.buffer >= 0)
       t.data = scratch(buffers()[made.buffer], std::max<int64_t>(1, count * unit * bytes / 4)), held.origin = from;
@@ -205,14 +210,14 @@ class Share {
     const Tensor& t = held_[index].tensor;
     const int64_t unit = t.count(1) * element(t.type), begin = (first_ + call_.nodes - 1) / call_.nodes, end = last_sequence();
     if (begin >= end) return;
-    char* to = call_.place(call_.program.tensors[index], t.dims[1], {t.dims, t.dims + t.rank});
+    char* to = call_.place(call_.program.tensors[index], t.dims[1], t.shape());
     std::copy_n(static_cast<char*>(t.data) + (begin - held_[index].origin) * unit, (end - begin) * unit, to + begin * unit);
   }
 
   Call& call_;
   const int64_t size_, first_, last_;
   bool meets_ = false;
-  std::vector<Held> held_;
+  std::vector<Held>& held_;  // of the thread: an operator reads what one before it made
 };
 
 }  // namespace

@@ -20,7 +20,7 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t half, f
 void RopeTables::run(const Context& ctx) const {
   const Tensor positions = ctx.input(0), frequencies = ctx.input(1);
   const int64_t count = positions.count(), half = frequencies.count();
-  const std::vector<int64_t> dims{positions.dim(0), positions.dim(1), half};
+  const Shape dims{positions.dim(0), positions.dim(1), half};
   float *cos = ctx.output_f32(0, dims), *sin = ctx.output_f32(1, dims), *neg = ctx.output_f32(2, dims);
   for (int64_t i = 0; i < count * half; ++i) {
     const float angle = static_cast<float>(positions.i64()[i / half]) * frequencies.f32()[i % half];
@@ -127,8 +127,8 @@ void AttentionProject::run(const Context& ctx) const {
 
 void StackLayers::run(const Context& ctx) const {
   const Tensor like = ctx.input(0);
-  std::vector<int64_t> dims{layers};
-  dims.insert(dims.end(), like.dims, like.dims + like.rank);
+  Shape dims{layers};
+  dims.append(like.dims, like.dims + like.rank);
   float* out = ctx.output_f32(0, dims);
   for (int64_t layer = 0; layer < layers; ++layer) {
     const Tensor x = ctx.input(layer);
@@ -148,7 +148,8 @@ void TreePool::run(const Context& ctx) const {
   const int64_t rows = raw.count(1) / (2 * dim), half = cos.dim(-1), halves = raw.dim(2) / (2 * dim);
   require(halves >= 1 && halves <= 2 && width % halves == 0, "the pool table does not divide into the halves");
   float* out = ctx.output_f32(0, {batch, entries, dim});
-  std::vector<const float*> picked(width);
+  thread_local std::vector<const float*> pointers;
+  const float** picked = scratch(pointers, width);
   for (int64_t e = 0; e < batch * entries; ++e) {
     const int64_t b = e / entries, slot = slots.i64()[b] + slot_offset;
     require(slot >= 0 && slot < state.dim(0), "a slot is out of range");
@@ -164,7 +165,7 @@ void TreePool::run(const Context& ctx) const {
     if (count == 0)
       std::fill_n(to, dim, 0.0f);
     else
-      kernels().pool(picked.data(), first, count - first, dim, to);
+      kernels().pool(picked, first, count - first, dim, to);
     kernels().rms_norm(to, norm.f32(), to, dim, eps);
     rotate(to, cos.f32() + e * half, sin.f32() + e * half, half, 1);
   }
@@ -172,22 +173,22 @@ void TreePool::run(const Context& ctx) const {
 
 namespace {
 
-// Keys of one sequence: pool rows by table, rows of the pass.
-struct Keys {
-  std::vector<const float*> rows;
-  explicit Keys(int64_t count) { rows.reserve(count); }
-  void pooled(const Tensor& pool, const Tensor& table, int64_t offset, int64_t b, int64_t dim) {
-    const int64_t count = table.dim(1), *own = table.i64() + b * count;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t row = own[i] + offset;
-      require(row >= 0 && row < pool.dim(0), "a row of a pool is out of range");
-      rows.push_back(pool.f32() + row * dim);
-    }
+// Keys of sequence b one after another at `next`: pool rows by table.
+const float** pooled(const float** next, const Tensor& pool, const Tensor& table, int64_t offset, int64_t b, int64_t dim) {
+  const int64_t count = table.dim(1), *own = table.i64() + b * count;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = own[i] + offset;
+    require(row >= 0 && row < pool.dim(0), "a row of a pool is out of range");
+    *next++ = pool.f32() + row * dim;
   }
-  void fresh(const Tensor& values, int64_t b, int64_t dim) {
-    for (int64_t i = 0; i < values.dim(1); ++i) rows.push_back(values.f32() + (b * values.dim(1) + i) * dim);
-  }
-};
+  return next;
+}
+
+// The same of rows of the pass.
+const float** fresh(const float** next, const Tensor& values, int64_t b, int64_t dim) {
+  for (int64_t i = 0; i < values.dim(1); ++i) *next++ = values.f32() + (b * values.dim(1) + i) * dim;
+  return next;
+}
 
 }  // namespace
 
@@ -195,14 +196,15 @@ TreeIndexSelect::TreeIndexSelect(const Attributes& a)
     : heads(a.integer("heads")), topk(a.integer("topk")), offset(a.integer("offset")), entry_offset(a.integer("entry_offset")) {}
 
 // Keeps the k best scores of a row among the visible entries (lower index first among equals), hides the others.
-static void keep_best(const std::vector<float>& score, const float* mask, int64_t keys, int64_t topk, float* out) {
-  std::vector<int64_t> visible;
+static void keep_best(const float* score, const float* mask, int64_t keys, int64_t topk, float* out) {
+  thread_local std::vector<int64_t> visible;
+  visible.clear();
   for (int64_t k = 0; k < keys; ++k) {
     out[k] = mask[k];
     if (mask[k] != kHidden) visible.push_back(k);
   }
   if (static_cast<int64_t>(visible.size()) <= topk) return;
-  std::nth_element(visible.begin(), visible.begin() + topk, visible.end(), Descending{score.data()});
+  std::nth_element(visible.begin(), visible.begin() + topk, visible.end(), Descending{score});
   for (size_t i = topk; i < visible.size(); ++i) out[visible[i]] = kHidden;
 }
 
@@ -215,28 +217,28 @@ void TreeIndexSelect::run(const Context& ctx) const {
   require(query.dim(2) == offset + heads * dim && weights.dim(2) == heads, "the indexer query has the wrong width");
   require(keys == rows.dim(1) + branch.dim(1), "the indexer mask has the wrong width");
   float* out = ctx.output_f32(0, {batch, nodes, keys});
-  std::vector<Keys> sources;
-  for (int64_t b = 0; b < batch; ++b) {
-    sources.emplace_back(keys);
-    sources[b].pooled(entries, rows, entry_offset, b, dim), sources[b].fresh(branch, b, dim);
-  }
-  const std::vector<float> no_mask(keys * kLanes, 0.0f);
+  thread_local std::vector<const float*> pointers;
+  thread_local std::vector<float> zeros;
+  const float** sources = scratch(pointers, batch * keys);
+  for (int64_t b = 0; b < batch; ++b) fresh(pooled(sources + b * keys, entries, rows, entry_offset, b, dim), branch, b, dim);
+  const float* no_mask = scratch(zeros, keys * kLanes);  // nobody writes to it
   ctx.split(batch * nodes, batch * nodes * keys * heads * dim / 30, [&](int64_t first, int64_t last) {
-    std::vector<float> q(dim * kLanes), head(dim), score(keys), lanes(keys * kLanes);
+    thread_local std::vector<float> buffer;
+    float *q = scratch(buffer, dim * kLanes + dim + keys + keys * kLanes), *head = q + dim * kLanes, *score = head + dim, *lanes = score + keys;
     for (int64_t n = first; n < last; ++n) {
-      std::fill(score.begin(), score.end(), 0.0f);
+      std::fill_n(score, keys, 0.0f);
       for (int64_t h0 = 0; h0 < heads; h0 += kLanes) {
         const int64_t count = std::min<int64_t>(kLanes, heads - h0);
-        std::fill(q.begin(), q.end(), 0.0f);
+        if (count < kLanes) std::fill_n(q, dim * kLanes, 0.0f);
         for (int64_t h = 0; h < count; ++h) {
-          std::copy_n(query.f32() + n * query.dim(2) + offset + (h0 + h) * dim, dim, head.begin());
-          rotate(head.data(), cos.f32() + n * half, sin.f32() + n * half, half, 1);
+          std::copy_n(query.f32() + n * query.dim(2) + offset + (h0 + h) * dim, dim, head);
+          rotate(head, cos.f32() + n * half, sin.f32() + n * half, half, 1);
           for (int64_t i = 0; i < dim; ++i) q[i * kLanes + h] = head[i];
         }
-        kernels().scores(sources[n / nodes].rows.data(), keys, q.data(), no_mask.data(), lanes.data(), dim);
+        kernels().scores(sources + n / nodes * keys, keys, q, no_mask, lanes, dim);
         float w[kLanes] = {};
         std::copy_n(weights.f32() + n * heads + h0, count, w);
-        kernels().add_weighted(lanes.data(), keys, w, score.data());
+        kernels().add_weighted(lanes, keys, w, score);
       }
       keep_best(score, mask.f32() + n * keys, keys, topk, out + n * keys);
     }
@@ -320,7 +322,7 @@ class Attention {
     float *o = q + dim_ * kLanes, *mask = o + dim_ * kLanes, *scores = mask + keys() * kLanes, sinks[kLanes] = {};
     pack_queries(b, group, q, sinks, o);
     Visible visible(group, mask, seen.data());
-    const float* const* rows = keys_[b].rows.data();
+    const float* const* rows = keys_ + b * keys();
     const float* near_mask = node_mask_.f32() + b * nodes() * near_;
     visible.add(rows, near_mask, near_, 0, 1, 1, true);  // it carries the sink
     visible.add(rows, near_mask, near_, near_ - 1, -1, std::min(siblings_, near_ - 1));
@@ -337,21 +339,23 @@ class Attention {
  private:
   void gather(const Context& ctx) {
     const Tensor window = ctx.input(1), window_rows = ctx.input(2), entries = ctx.input(5), entry_rows = ctx.input(6), branch = ctx.input(7);
-    std::vector<Tensor> parts;
-    Tensor part = ctx.input(3);
-    for (size_t i = 12; part; part = i < 12 + TreeAttention::kMoreParts ? ctx.input(i++) : Tensor{}) parts.push_back(part);
-    int64_t own = 0;
-    for (const Tensor& p : parts) {
+    thread_local std::vector<const float*> pointers;
+    Tensor parts[1 + TreeAttention::kMoreParts] = {ctx.input(3)};
+    int64_t count = 0, own = 0;
+    for (; count <= static_cast<int64_t>(TreeAttention::kMoreParts); ++count) {
+      Tensor& p = parts[count];
+      if (count > 0) p = ctx.input(12 + count - 1);
+      if (!p) break;
       require(p.rank == 3 && p.dim(0) == batch() && p.dim(2) == dim_, "rows of nodes do not fit the window");
       own += p.dim(1);
     }
     require(near_ == window_rows.dim(1) + own, "the node mask has the wrong width");
     require(far_ == (far_ ? entry_rows.dim(1) + branch.dim(1) : 0), "the entry mask has the wrong width");
+    const float** next = keys_ = scratch(pointers, batch() * keys());
     for (int64_t b = 0; b < batch(); ++b) {
-      keys_.emplace_back(keys());
-      keys_[b].pooled(window, window_rows, op_.window_offset, b, dim_);
-      for (const Tensor& p : parts) keys_[b].fresh(p, b, dim_);
-      if (far_) keys_[b].pooled(entries, entry_rows, op_.entry_offset, b, dim_), keys_[b].fresh(branch, b, dim_);
+      next = pooled(next, window, window_rows, op_.window_offset, b, dim_);
+      for (int64_t i = 0; i < count; ++i) next = fresh(next, parts[i], b, dim_);
+      if (far_) next = fresh(pooled(next, entries, entry_rows, op_.entry_offset, b, dim_), branch, b, dim_);
     }
   }
 
@@ -370,7 +374,7 @@ class Attention {
   const TreeAttention& op_;
   const Tensor query_, node_mask_, entry_mask_, sink_, cos_, sin_;
   const int64_t dim_, half_, siblings_, near_, far_;
-  std::vector<Keys> keys_;
+  const float** keys_ = nullptr;  // [batch, keys], of the thread
   float* out_ = nullptr;
 };
 

@@ -2,6 +2,11 @@
 // are wider than a register go through memory (30 times slower). Included once per instruction set inside its own namespace.
 
 #define V4_INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define V4_UNROLL _Pragma("unroll")
+#else
+#define V4_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 // Two halves, each a register or two halves itself.
 template <class H>
@@ -136,11 +141,7 @@ V4_INLINE float paired_total(V v) {
   } else {
     float lanes[kRegister];
     store(lanes, v);
-#ifdef __clang__
-#pragma unroll
-#else
-#pragma GCC unroll 4
-#endif
+    V4_UNROLL
     for (int step = kRegister / 2; step > 0; step /= 2)
       for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
     return lanes[0];
@@ -156,6 +157,46 @@ V4_INLINE V held(V v) {
   return v;
 }
 
+// With sixteen registers the sums of a tile leave few for what it multiplies: here that is read again for each use, and a sum stays where it is.
+#if defined(__x86_64__)
+constexpr bool kScarce = kRegister == 8;
+#else
+constexpr bool kScarce = false;
+#endif
+
+template <class V>
+V4_INLINE V read(const void* p) {
+#if defined(__x86_64__)
+  if constexpr (kScarce) {
+    V v;
+    asm volatile("vmovups %1, %0" : "=x"(v) : "m"(*static_cast<const V*>(p)));
+    return v;
+  }
+#endif
+  return held(load_as<V>(p));
+}
+
+V4_INLINE rf read_all(const float* p) {  // one value for all lanes
+#if defined(__x86_64__)
+  if constexpr (kScarce) {
+    rf v;
+    asm volatile("vbroadcastss %1, %0" : "=x"(v) : "m"(*p));
+    return v;
+  }
+#endif
+  return *p - rf{};
+}
+
+V4_INLINE void multiply_add(rf& sum, rf a, rf b) {
+#if defined(__x86_64__)
+  if constexpr (kScarce) {
+    asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return;
+  }
+#endif
+  sum += a * b;
+}
+
 V4_INLINE vf load(const float* p) { return load_as<vf>(p); }
 V4_INLINE vf splat(float x) { return vf{} + x; }
 // The second where either is not a number.
@@ -168,4 +209,19 @@ V4_INLINE float total(vf v) {
   float sum = 0;
   for (int i = 0; i < kLanes; ++i) sum += lane(v, i);
   return sum;
+}
+
+// The 16 values at x + i, zeros behind the end.
+V4_INLINE vf load_some(const float* x, int64_t i, int64_t count) {
+  if (i + kLanes <= count) return load(x + i);
+  float rest[kLanes] = {};
+  __builtin_memcpy(rest, x + i, (count - i) * sizeof(float));
+  return load(rest);
+}
+
+V4_INLINE void store_some(float* x, int64_t i, int64_t count, vf v) {
+  float some[kLanes];
+  if (i + kLanes <= count) return store(x + i, v);
+  store(some, v);
+  __builtin_memcpy(x + i, some, (count - i) * sizeof(float));
 }
