@@ -46,7 +46,7 @@ V4_INLINE void score_tile(const float* const* keys, const float* query, const fl
 // Of as many of the 16 lanes as V has.
 template <class V>
 V4_INLINE void scores_of(const float* const* keys, int64_t num_keys, const float* query, const float* mask, float* to, int64_t dim) {
-  constexpr int R = kTileRegisters < 8 ? (kTileRegisters + 2) / 2 : 8;
+  constexpr int R = kTileRegisters < 8 ? 8 * kRegister * sizeof(float) / sizeof(V) : 8;  // eight sums at least, or they wait for themselves
   int64_t k = 0;
   for (; k + R <= num_keys; k += R) score_tile<V, R>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
   for (; k < num_keys; ++k) score_tile<V, 1>(keys + k, query, mask + k * kLanes, to + k * kLanes, dim);
