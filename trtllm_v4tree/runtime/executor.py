@@ -25,6 +25,8 @@ from trtllm_v4tree.sizes import EngineSizes
 Scratch = Mapping[str, Any]
 _MOST_HELD, _MOST_HELD_BYTES = 32, 4 << 20
 """Sets of results of a graph that are kept, and the size up to which one is."""
+_MOST_VALUES, _MOST_VALUE_BYTES = 1024, 32 << 10
+"""Values that are remembered, and the size up to which one is."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,48 @@ class Executor(Protocol):
 
 
 class _Binding:
-    """Inputs and outputs of a session in arrays that stay where they are; a table that comes in another array is bound anew."""
+    """Inputs and outputs of a session in arrays that stay where they are; a table that comes in another array is bound anew.
 
-    def __init__(self, session: Any, states: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    Arrays come again, and making ONNX Runtime's value of one is half of a binding: `values` remembers them.
+    """
+
+    def __init__(self, session: Any, states: Mapping[str, Any], outputs: Mapping[str, Any], values: _Values) -> None:
         """states, outputs: ONNX Runtime's values."""
-        self._session, self._binding = session, session.io_binding()
+        self._session, self._binding, self._values = session, session.io_binding(), values
         self._bound: dict[str, Any] = {}
         for name, value in states.items():
             self._binding.bind_ortvalue_input(name, value)
         for name, value in outputs.items():
             self._binding.bind_ortvalue_output(name, value)
 
-    def run(self, tables: Mapping[str, Any]) -> None:
-        for name, array in tables.items():
-            if self._bound.get(name) is not array:
-                self._binding.bind_cpu_input(name, array)
-                self._bound[name] = array
+    def run(self, tables: Sequence[str], feeds: Mapping[str, Any]) -> None:
+        bound = self._bound
+        for name in tables:
+            array = feeds[name]
+            if bound.get(name) is not array:
+                whole = np.ascontiguousarray(array)  # the array itself, or a copy that lives until another is bound
+                bound[name] = whole
+                self._binding.bind_ortvalue_input(name, self._values.of(whole))
         self._session.run_with_iobinding(self._binding)
+
+
+class _Values:
+    """ONNX Runtime's values of arrays; those of small arrays are remembered, and the arrays with them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[NDArray[Any], Any]] = {}
+
+    def of(self, array: NDArray[Any]) -> Any:
+        """array: contiguous; its memory is used where it lies."""
+        known = self._known.get(id(array))
+        if known is not None:  # what is remembered lives, so no other array has its number
+            return known[1]
+        if len(self._known) >= _MOST_VALUES:
+            self._known.clear()
+        value = _value(array)
+        if array.nbytes <= _MOST_VALUE_BYTES:
+            self._known[id(array)] = (array, value)
+        return value
 
 
 class _Results:
@@ -102,7 +129,7 @@ class _Results:
         places = {dim: (t.name, axis) for t in spec.inputs if t.name in tables for axis, dim in enumerate(t.shape)}
         self._axes = {dim: places[dim] for dim in sorted(symbols & places.keys())}
         self._known: dict[str, int] = {}
-        self._missing = symbols - places.keys()
+        self._missing, self._values = symbols - places.keys(), _Values()
         self._sets: dict[tuple[int, ...], tuple[_Binding, dict[str, Any]]] = {}
         self._arrays: dict[tuple[str, tuple[int, ...]], tuple[NDArray[Any], Any]] = {}
 
@@ -129,7 +156,8 @@ class _Results:
             self._sets.clear()
             self._arrays.clear()
         held = {t.name: self._array(t.name, shape, t.dtype) for t, shape in shapes.items()}
-        binding = _Binding(self._session, self._states, {name: value for name, (_, value) in held.items()})
+        written = {name: value for name, (_, value) in held.items()}
+        binding = _Binding(self._session, self._states, written, self._values)
         self._sets[key] = (binding, {name: array for name, (array, _) in held.items()})
         return self._sets[key]
 
@@ -188,18 +216,18 @@ class _Graph:
         if not written:
             return None
         values = {name: _value(array) for name, array in self.states.items()}
-        return _Binding(self.session, values, {name: _value(array) for name, array in written.items()})
+        return _Binding(self.session, values, {name: _value(array) for name, array in written.items()}, _Values())
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         """feeds: an array per table; returns the results by name, none if the graph writes states."""
-        tables = {name: np.ascontiguousarray(feeds[name]) for name in self.tables}
         if self._in_place is not None:
-            self._in_place.run(tables)
+            self._in_place.run(self.tables, feeds)
             return {}
-        held = self._reused.of(tables) if self._reused is not None else None
+        held = self._reused.of(feeds) if self._reused is not None else None
         if held is not None:
-            held[0].run(tables)
+            held[0].run(self.tables, feeds)
             return dict(held[1])
+        tables = {name: np.ascontiguousarray(feeds[name]) for name in self.tables}
         results = dict(zip(self.outputs, self.session.run(self.outputs, {**self.states, **tables}), strict=True))
         if self._reused is not None:
             self._reused.learn(results)
