@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 FRONT_END := "tensorrt-cu13-bindings==11.4.*"
 STUBS := "tensorrt-stubs==10.13.*"
 
-.PHONY: demo test test-compile lint clean
+.PHONY: demo test test-compile sanitize lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ test: lint
 
 test-compile: $(VENV)/.test
 	$(BIN)/python -m pytest tests/plugins --confcutdir=tests/plugins -m compile
+
+sanitize: $(VENV)/.test
+	build_scripts/sanitize.sh $(BIN)/python
 
 clean:
 	rm -rf engines build *.egg-info

@@ -252,8 +252,8 @@ static void encode_bytes(const float* x, int64_t inputs, float* out) {
     store_codes(bytes, code);
     __builtin_memcpy(codes + kWordsOfFour * i, bytes, kWordsOfFour * left);
   }
-  int32_t all[kLanes], zero = 0;
-  store(all, sum);
+  uint32_t all[kLanes], zero = 0;  // which may pass its end, of a row that is no numbers
+  store(all, bits<vu>(sum));
   for (int i = 0; i < kLanes; ++i) zero -= 128 * all[i];
   out[0] = top < 0x7f800000 ? largest / 127.0f : __builtin_nanf("");
   __builtin_memcpy(out + 1, &zero, sizeof zero);
