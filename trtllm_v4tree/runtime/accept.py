@@ -48,7 +48,17 @@ def walk(parents: Lists, tokens: Lists, chosen: Lists) -> Walk:
     its children's. tokens: what each node carries. chosen: the target's token after each node.
     Of siblings that carry the same token the lowest index is taken.
     """
-    return walk_lazily(parents, tokens, lambda rows, nodes: [chosen[b][n] for b, n in zip(rows, nodes, strict=True)])
+    visited = Walk([], [], len(parents[0]))
+    for up, carried, own in zip(parents, tokens, chosen, strict=True):
+        path, run = list[int](), list[int]()
+        node = up.index(ROOT) if ROOT in up else None
+        while node is not None:
+            path.append(node)
+            run.append(own[node])
+            node = _child(up, carried, node, own[node])
+        visited.paths.append(path)
+        visited.runs.append(run)
+    return visited
 
 
 def walk_lazily(parents: Lists, tokens: Lists, choose: Callable[[list[int], list[int]], Sequence[int | None]]) -> Walk:
