@@ -11,12 +11,14 @@ import pytest
 
 from tests.oracle.tiny import write_tiny
 from tests.test_function_ops import Arrays, feeds_of, run, sizes_of
+from tests.test_native import run as run_ops
 from trtllm_v4tree import native
 from trtllm_v4tree.checkpoint import Checkpoint
 from trtllm_v4tree.compiler.fuse import fuse
 from trtllm_v4tree.compiler.native_ops import NativeOps
 from trtllm_v4tree.config import ModelConfig
 from trtllm_v4tree.network import graphs
+from trtllm_v4tree.network.ops import HyperGains, Op, V4TreeOps, Value, i64
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not compiled")
 
@@ -38,6 +40,9 @@ def test_the_target_step_is_the_same_to_the_bit(name: str, tmp_path: Path) -> No
     assert counts(fused)["HyperPostMix"] == 2 * layers - 1
     assert not counts(fused)["AttentionInputs"] and counts(fused)["PackedLinear"] == layers + 1
     assert counts(plain)["Add"] and not counts(fused)["Add"], "a layer adds where its rows begin by itself"
+    assert counts(plain)["Mod"] and not counts(fused)["Mod"], "a layer finds the phase of a position by itself"
+    assert counts(fused)["RopeTables"] == counts(fused)["EmbedStreams"] == 1
+    assert not any(counts(fused)[name] for name in ("Gather", "GatherND", "Unsqueeze", "Concat"))
     assert counts(fused).total() < 0.7 * counts(plain).total()
     wanted, got = run(plain, checkpoint, tmp_path / "plain", feeds), run(fused, checkpoint, tmp_path / "fused", feeds)
     assert wanted.keys() == got.keys()
@@ -72,3 +77,62 @@ def test_a_draft_round_is_the_same_to_the_bit(shape: tuple[int, int], tmp_path: 
     wanted, got = run(plain, checkpoint, tmp_path / "plain", feeds), run(fused, checkpoint, tmp_path / "fused", feeds)
     for key, value in wanted.items():
         np.testing.assert_array_equal(got[key], value, err_msg=key)
+
+
+def ends_of_a_step(ops: V4TreeOps, op: Op, v: dict[str, Value]) -> tuple[Value, ...]:
+    """What stands before and behind the blocks of a target step."""
+    row = op.Unsqueeze(op.Gather(v["table"], v["tokens"], axis=0), i64(op, 2))
+    streams = op.Concat(row, row, row, axis=2)
+    picked = op.GatherND(streams, op.Unsqueeze(v["nodes"], i64(op, -1)), batch_dims=1)
+    head = ops.hyper_head(op, picked, v["fn"], v["base"], v["norm"], HyperGains(3, 1, 1e-3, 1e-6))
+    near, far = (ops.rope_tables(op, v[name], v[freq]) for name, freq in (("near", "slow"), ("far", "fast")))
+    made = streams, head, near.cos, near.sin, near.neg_sin, far.cos, far.sin, far.neg_sin
+    return tuple(map(op.Identity, made))
+
+
+def ends_case(rng: np.random.Generator, nodes: list[list[int]]) -> tuple[Arrays, Arrays]:
+    feeds = {
+        "tokens": rng.integers(0, 9, (2, 4)),
+        "nodes": np.array(nodes),
+        "near": np.array([[5, 6, 6, 7], [0, 1, 1, 1]]),
+        "far": np.array([[9000], [3]]),
+    }
+    weights = {"table": (9, 8), "fn": (24, 3), "base": (3,), "norm": (8,), "slow": (4,), "fast": (2,)}
+    return feeds, {name: rng.standard_normal(shape).astype(np.float32) for name, shape in weights.items()}
+
+
+@pytest.mark.parametrize(
+    "nodes", [[[0, 1, 2, 3]] * 2, [[0, 1, 2, 3], [3, 2, 1, 0]], [[2], [0]], [[1, 1, 3, 0, 2]] * 2, [[], []]]
+)
+def test_the_ends_of_a_step_are_the_same_to_the_bit(nodes: list[list[int]]) -> None:
+    feeds, weights = ends_case(np.random.default_rng(0), nodes)
+    feeds["nodes"] = feeds["nodes"].astype(np.int64).reshape(2, -1)
+    seen: list[Counter[str]] = []
+
+    def fused(model: ir.Model) -> None:
+        fuse(model)
+        seen.append(counts(model))
+
+    wanted = run_ops(NativeOps(half=False), ends_of_a_step, feeds, weights)
+    got = run_ops(NativeOps(half=False), ends_of_a_step, feeds, weights, fused)
+    assert {"EmbedStreams": 1, "HyperHead": 1, "RopeTables": 1}.items() <= seen[0].items()
+    assert not any(seen[0][name] for name in ("Gather", "GatherND", "Unsqueeze", "Concat"))
+    for a, b in zip(wanted, got, strict=True):
+        np.testing.assert_array_equal(b, a)
+
+
+@pytest.mark.parametrize(
+    ("feed", "values", "message"),
+    [
+        ("tokens", [[0, 9, 0, 0]] * 2, "a token id is out of range"),
+        ("tokens", [[0, -1, 0, 0]] * 2, "a token id is out of range"),
+        ("nodes", [[0, 4]] * 2, "a node is out of range"),
+        ("nodes", [[0, -1]] * 2, "a node is out of range"),
+        ("nodes", [[0, 1]], "not as many rows of nodes as sequences"),
+    ],
+)
+def test_what_lies_outside_is_an_error(feed: str, values: list[list[int]], message: str) -> None:
+    feeds, weights = ends_case(np.random.default_rng(0), [[0, 1]] * 2)
+    feeds[feed] = np.array(values)
+    with pytest.raises(Exception, match=message):
+        run_ops(NativeOps(half=False), ends_of_a_step, feeds, weights, fuse)

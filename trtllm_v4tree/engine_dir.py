@@ -23,7 +23,7 @@ from trtllm_v4tree.contract import GraphContract
 from trtllm_v4tree.errors import ConfigError, EngineFormatError, V4TreeError
 from trtllm_v4tree.sizes import EngineSizes
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 MANIFEST = "engine.json"
 LATENCY_FILE = "latency.json"
 WEIGHTS_FILE = "weights.safetensors"

@@ -13,6 +13,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from trtllm_v4tree.network.ops import DOMAIN
 
+PHASE = 6
+"""The input of AttentionProject that holds a phase, or a position; behind it is the bias of every phase."""
 MAX_PARTS = 8
 """Tensors that the rows of an attention's nodes may lie in."""
 OFFSETS = {
@@ -45,6 +47,13 @@ def fuse(model: ir.Model) -> None:
             _fuse_stack(graph, node)
         elif node.op_type == "Add":
             _fuse_offset(node)
+        elif node.op_type == "Mod":
+            _fuse_phase(node)
+        elif node.op_type == "Concat":
+            _fuse_embedding(graph, node)
+        elif _is(node, "HyperHead"):
+            _fuse_picked(node)
+    _fuse_rotations(graph)
     graph.sort()
     RemoveUnusedNodesPass()(model)
 
@@ -166,6 +175,55 @@ def _fuse_offset(node: ir.Node) -> None:
         before = user.attributes[name].as_int()
         user.attributes[name] = ir.AttrInt64(name, before + int(offset.numpy().item()))
         user.replace_input_with(index, rows)
+
+
+def _fuse_phase(node: ir.Node) -> None:
+    """Positions modulo a ratio, which operators that have the bias of every phase find by themselves."""
+    for user, index in list(node.outputs[0].uses()):
+        bias = user.inputs[PHASE + 1] if _is(user, "AttentionProject") and index == PHASE else None
+        ratio = node.inputs[1].const_value if node.inputs[1] is not None else None
+        if bias is None or bias.shape is None or ratio is None or bias.shape[0] != int(ratio.numpy().item()):
+            continue
+        user.replace_input_with(index, node.inputs[0])
+
+
+def _fuse_embedding(graph: ir.Graph, node: ir.Node) -> None:
+    """Concat(Unsqueeze(Gather(table, token ids))) of as many as there are streams."""
+    row = _producer(node.inputs[0])
+    found = _producer(row.inputs[0]) if row is not None and row.op_type == "Unsqueeze" else None
+    if found is None or row is None or found.op_type != "Gather" or set(node.inputs) != {row.outputs[0]}:
+        return
+    table, axis = found.inputs[0], node.attributes["axis"].as_int()
+    if axis != 2 or table is None or table.dtype != ir.DataType.FLOAT or not table.is_initializer():
+        return
+    made = _node("EmbedStreams", found.inputs, [ir.AttrInt64("streams", len(node.inputs))], 1)
+    _replace(graph, made, node.outputs, [node])
+
+
+def _fuse_picked(node: ir.Node) -> None:
+    """GatherND(streams, Unsqueeze(nodes)), by sequence, of which the head reads the nodes."""
+    pick = _producer(node.inputs[0])
+    last = _producer(pick.inputs[1]) if pick is not None and pick.op_type == "GatherND" else None
+    if pick is None or last is None or last.op_type != "Unsqueeze" or pick.attributes["batch_dims"].as_int() != 1:
+        return
+    node.resize_inputs(5)
+    node.replace_input_with(4, last.inputs[0])
+    node.replace_input_with(0, pick.inputs[0])
+
+
+def _fuse_rotations(graph: ir.Graph) -> None:
+    """Rotations of positions that the graph is given, all at once."""
+    nodes = [n for n in graph if _is(n, "RopeTables") and n.inputs[0] is not None and n.inputs[0].is_graph_input()]
+    if len(nodes) < 2:
+        return
+    inputs, outputs = [v for n in nodes for v in n.inputs], [v for n in nodes for v in n.outputs]
+    made = _node("RopeTables", inputs, [ir.AttrInt64("sets", len(nodes))], len(outputs))
+    graph.insert_before(nodes[0], made)
+    for new, value in zip(made.outputs, outputs, strict=True):
+        new.type, new.shape, new.name = value.type, value.shape, value.name
+        value.name = f"{value.name}.old"
+        value.replace_all_uses_with(new)
+    graph.remove(nodes, safe=True)
 
 
 def _is(node: ir.Node | None, op_type: str) -> bool:

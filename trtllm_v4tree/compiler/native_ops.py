@@ -96,7 +96,7 @@ class NativeOps(V4TreeOps):
         return self._linear(op, x, weight, _dims(weight)[-1], norm=norm, eps=eps)
 
     def rope_tables(self, op: Op, positions: Value, inv_freq: Value) -> Rope:
-        cos, sin, neg_sin = op.RopeTables(positions, inv_freq, _domain=DOMAIN, _outputs=3)
+        cos, sin, neg_sin = op.RopeTables(positions, inv_freq, sets=1, _domain=DOMAIN, _outputs=3)
         return Rope(cos, sin, neg_sin)
 
     def grouped_linear(self, op: Op, x: Value, weight: Value) -> Value:

@@ -50,11 +50,18 @@ def _kinds(graph: ir.Graph) -> dict[ir.Value, str]:
         if dims[:1] == ["B"]:
             kinds[value] = "r" if dims[1:2] == ["N"] else "s"
     for node in graph:
-        given = {kinds[value] for value in node.inputs if value in kinds}
-        for value in node.outputs:
+        for index, value in enumerate(node.outputs):
+            given = {kinds[source] for source in _sources(node, index) if source in kinds}
             if given:
                 kinds[value] = "r" if "r" in given else "s"
     return kinds
+
+
+def _sources(node: ir.Node, output: int) -> Sequence[ir.Value | None]:
+    """The inputs that an output comes from."""
+    if node.domain == DOMAIN and node.op_type == "RopeTables":  # positions and frequencies of a set make three tables
+        return node.inputs[output // 3 * 2 : output // 3 * 2 + 2]
+    return node.inputs
 
 
 class _Program:

@@ -147,7 +147,7 @@ class _TargetPass:
         self.kinds: dict[str, _KindPass] = {}
         for kind, count in (("csa", s.num_csa), ("hca", s.num_hca)):
             if count:
-                self.kinds[kind] = _KindPass(op, model, feeds, kind, count)
+                self.kinds[kind] = _KindPass(op, model, feeds, kind, count, self.ropes[kind])
         self.seen: dict[str, int] = {"csa": 0, "hca": 0}
 
     def layer(self, index: int, streams: Value) -> Value:
@@ -191,7 +191,9 @@ class _TargetPass:
 class _KindPass:
     """Compressed layers of one kind in a pass: row tables, masks, and scratch."""
 
-    def __init__(self, op: Op, model: TargetStep, feeds: dict[str, Value], kind: str, count: int) -> None:
+    def __init__(
+        self, op: Op, model: TargetStep, feeds: dict[str, Value], kind: str, count: int, node_rope: Rope
+    ) -> None:
         self.op, self.model, self.feeds, self.kind = op, model, feeds, kind
         c, s = model.config, model.sizes
         ratio, stride = (s.csa_ratio, s.csa_rows) if kind == "csa" else (s.hca_ratio, s.hca_rows)
@@ -199,7 +201,7 @@ class _KindPass:
         self.rope = make_rope(op, model.ops, feeds[f"{kind}_entry_positions"], rope_inv_freq(c, compressed=True))
         self.entry_rows = layer_tables(op, feeds[f"{kind}_rows"], stride, count)
         self.slots = layer_tables(op, feeds["slots"], s.num_slots, count)
-        self.node_rope = make_rope(op, model.ops, feeds["positions"], rope_inv_freq(c, compressed=True))
+        self.node_rope = node_rope
         self.index = s.sparse and kind == "csa"
         names = [f"{kind}_raw", f"{kind}_branch"] + (["idx_raw", "idx_branch"] if self.index else [])
         self.scratch: dict[str, list[Value]] = {name: [] for name in names}

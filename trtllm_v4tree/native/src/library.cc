@@ -179,7 +179,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
     for (const OrtCustomOp* op :
          {descriptor<Linear>(), descriptor<HyperMix>(), descriptor<HyperPost>(), descriptor<HyperPostMix>(), descriptor<HyperHead>(),
           descriptor<MixtureOfExperts>(), descriptor<TopLogProbs>(), descriptor<TakeRow>(), descriptor<DraftEntry>(), descriptor<DraftProposal>(), descriptor<DraftFrontier>(),
-          descriptor<RopeTables>(), descriptor<AttentionInputs>(), descriptor<AttentionProject>(), descriptor<StackLayers>(), descriptor<TreePool>(),
+          descriptor<RopeTables>(), descriptor<EmbedStreams>(), descriptor<AttentionInputs>(), descriptor<AttentionProject>(), descriptor<StackLayers>(), descriptor<TreePool>(),
           descriptor<TreeIndexSelect>(), descriptor<TreeAttention>(), descriptor<PutRows>(), descriptor<FoldRows>(), descriptor<Region>()})
       if (OrtStatus* s = ort::call<OrtStatus*>(api, ort::kCustomOpDomainAdd, made, op)) return s;
     domain = made;

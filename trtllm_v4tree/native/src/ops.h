@@ -71,7 +71,7 @@ struct HyperPostMix {
 };
 
 struct HyperHead {
-  static constexpr const char *kName = "HyperHead", *kInputs = "fwff", *kOutputs = "f";
+  static constexpr const char *kName = "HyperHead", *kInputs = "fwffI", *kOutputs = "f";
   struct Weights {
     Packed fn;
     const float *base, *norm;
@@ -154,18 +154,28 @@ struct DraftProposal {
   DraftFrontier next;
 };
 
+// Rotations of one or more sets of positions, each by its frequencies.
 struct RopeTables {
-  static constexpr const char *kName = "RopeTables", *kInputs = "if", *kOutputs = "fff";
-  explicit RopeTables(const Attributes&) {}
+  static constexpr const char *kName = "RopeTables", *kInputs = "x", *kOutputs = "v";
+  explicit RopeTables(const Attributes& a) : sets(a.integer("sets")) {}
   void run(const Context& ctx) const;
+  int64_t sets;
+};
+
+// The embedding of every token, once for each stream.
+struct EmbedStreams {
+  static constexpr const char *kName = "EmbedStreams", *kInputs = "fi", *kOutputs = "f";
+  explicit EmbedStreams(const Attributes& a) : m(a.integer("streams")) {}
+  void run(const Context& ctx) const;
+  int64_t m;
 };
 
 struct AttentionInputs {
   static constexpr const char *kName = "AttentionInputs", *kInputs = "fffffIFF", *kOutputs = "ffFFF";
   struct Split {  // what the projection of `rows` nodes is split with, and into
-    int64_t rows, half;
+    int64_t rows, half, ratio;
     const float *q_norm, *kv_norm, *cos, *sin, *ape, *index_ape;
-    const int64_t* phase;
+    const int64_t* position;
     float *q, *kv, *raw, *index_raw, *index_weights;
   };
   explicit AttentionInputs(const Attributes& a);

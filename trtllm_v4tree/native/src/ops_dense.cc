@@ -59,6 +59,19 @@ void Linear::piece(const Work& work, const float* x, int64_t rows, int64_t dim, 
   if (then) linear_parallel(work, y, rows, packed(second, columns, rounded), result, then);
 }
 
+// table [V, D], tokens [B, N] -> [B, N, m, D]
+void EmbedStreams::run(const Context& ctx) const {
+  const Tensor table = ctx.input(0), tokens = ctx.input(1);
+  require(table.rank == 2 && tokens.rank == 2, "an embedding needs a table and tokens by sequence");
+  const int64_t dim = table.dim(1);
+  float* out = ctx.output_f32(0, {tokens.dim(0), tokens.dim(1), m, dim});
+  for (int64_t i = 0; i < tokens.count(); ++i) {
+    const int64_t token = tokens.i64()[i];
+    require(token >= 0 && token < table.dim(0), "a token id is out of range");
+    for (int64_t j = 0; j < m; ++j) std::copy_n(table.f32() + token * dim, dim, out + (i * m + j) * dim);
+  }
+}
+
 HyperMix::HyperMix(const Attributes& a)
     : m(a.integer("streams")), iterations(a.integer("iterations")), hc_eps(a.real("hc_eps")), norm_eps(a.real("norm_eps")) {
   require(m >= 1 && m <= 8, "the number of streams goes from 1 to 8");
@@ -148,14 +161,34 @@ void HyperPostMix::run(const Context& ctx) const {
   });
 }
 
-// streams [.., m, D], packed fn [m D, m], base [m], norm [D] -> normed sum of the streams [.., D]
+// Rows `nodes` [B, R] of streams [B, N, m, D]: where they lie if they are all, in order, else a copy.
+static const float* picked(const Tensor& streams, const Tensor& nodes) {
+  require(streams.rank == 4 && nodes.rank == 2 && nodes.dim(0) == streams.dim(0), "there are not as many rows of nodes as sequences");
+  const int64_t all = streams.dim(1), count = nodes.dim(1), size = streams.count(2);
+  bool in_order = count == all;
+  for (int64_t i = 0; i < nodes.count(); ++i) {
+    const int64_t node = nodes.i64()[i];
+    require(node >= 0 && node < all, "a node is out of range");
+    in_order &= node == i % count;
+  }
+  if (in_order) return streams.f32();
+  thread_local std::vector<float> buffer;
+  float* rows = scratch(buffer, nodes.count() * size);
+  for (int64_t i = 0; i < nodes.count(); ++i)
+    std::copy_n(streams.f32() + (i / count * all + nodes.i64()[i]) * size, size, rows + i * size);
+  return rows;
+}
+
+// streams [B, N, m, D], packed fn [m D, m], base [m], norm [D], the nodes that are wanted [B, R] or none (all) -> normed sum of the streams
+// [B, R, D]
 HyperHead::HyperHead(const Attributes& a) : hc_eps(a.real("hc_eps")), norm_eps(a.real("norm_eps")) {}
 void HyperHead::run(const Context& ctx) const {
-  const Tensor streams = ctx.input(0);
+  const Tensor streams = ctx.input(0), nodes = ctx.input(4);
   const Weights w = weights(ctx, streams, 1);
-  const int64_t rows = streams.count() / (w.m * w.dim);
-  float* x = ctx.output_f32(0, {streams.dim(0), streams.dim(1), w.dim});
-  ctx.split(rows, linear_cost(rows, w.fn), [&](int64_t first, int64_t last) { reduce(streams.f32(), w, first, last, x); });
+  const int64_t rows = nodes ? nodes.count() : streams.count() / (w.m * w.dim);
+  const float* from = nodes ? picked(streams, nodes) : streams.f32();
+  float* x = ctx.output_f32(0, {streams.dim(0), nodes ? nodes.dim(1) : streams.dim(1), w.dim});
+  ctx.split(rows, linear_cost(rows, w.fn), [&](int64_t first, int64_t last) { reduce(from, w, first, last, x); });
 }
 
 HyperHead::Weights HyperHead::weights(const Context& ctx, const Tensor& streams, size_t at) const {

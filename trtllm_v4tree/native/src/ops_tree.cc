@@ -16,17 +16,27 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t half, f
   }
 }
 
-// positions [B, S], inverse frequencies [rope / 2] -> cos, sin, -sin [B, S, rope / 2]
+static void rotation(const int64_t* positions, int64_t r, const float* frequencies, int64_t half, float* cos, float* sin, float* neg) {
+  const int64_t at = r * half;
+  if (r > 0 && positions[r] == positions[r - 1]) {  // siblings lie side by side
+    for (float* table : {cos, sin, neg}) std::copy_n(table + at - half, half, table + at);
+    return;
+  }
+  for (int64_t i = 0; i < half; ++i) {
+    const float angle = static_cast<float>(positions[r]) * frequencies[i];
+    cos[at + i] = std::cos(angle), sin[at + i] = std::sin(angle), neg[at + i] = -sin[at + i];
+  }
+}
+
+// of each set positions [B, S], inverse frequencies [rope / 2] -> cos, sin, -sin [B, S, rope / 2]
 void RopeTables::run(const Context& ctx) const {
-  const Tensor positions = ctx.input(0), frequencies = ctx.input(1);
-  const int64_t count = positions.count(), half = frequencies.count();
-  const Shape dims{positions.dim(0), positions.dim(1), half};
-  float *cos = ctx.output_f32(0, dims), *sin = ctx.output_f32(1, dims), *neg = ctx.output_f32(2, dims);
-  for (int64_t i = 0; i < count * half; ++i) {
-    const float angle = static_cast<float>(positions.i64()[i / half]) * frequencies.f32()[i % half];
-    cos[i] = std::cos(angle);
-    sin[i] = std::sin(angle);
-    neg[i] = -sin[i];
+  for (int64_t set = 0; set < sets; ++set) {
+    const Tensor positions = ctx.input(2 * set), frequencies = ctx.input(2 * set + 1);
+    require(positions.type == ort::kInt64 && positions.rank == 2 && frequencies.type == ort::kFloat, "a rotation needs positions and frequencies");
+    const int64_t count = positions.count(), half = frequencies.count();
+    const Shape dims{positions.dim(0), positions.dim(1), half};
+    float *cos = ctx.output_f32(3 * set, dims), *sin = ctx.output_f32(3 * set + 1, dims), *neg = ctx.output_f32(3 * set + 2, dims);
+    for (int64_t r = 0; r < count; ++r) rotation(positions.i64(), r, frequencies.f32(), half, cos, sin, neg);
   }
 }
 
@@ -35,26 +45,28 @@ AttentionInputs::AttentionInputs(const Attributes& a)
       index_width(a.integer("index_width")), index_heads(a.integer("index_heads")), eps(a.real("eps")),
       index_scale(a.real("index_scale")) {}
 
-// Inputs from `at` on: q_norm, kv_norm, cos, sin [B, N, rope / 2], phase [B, N], ape and index ape [ratio, width].
+// Inputs from `at` on: q_norm, kv_norm, cos, sin [B, N, rope / 2], positions [B, N], ape and index ape [ratio, width].
 void AttentionInputs::check(const Context& ctx, Split& s, size_t at, const Tensor& cos) const {
-  const Tensor q_norm = ctx.input(at), kv_norm = ctx.input(at + 1), sin = ctx.input(at + 3), phase = ctx.input(at + 4);
+  const Tensor q_norm = ctx.input(at), kv_norm = ctx.input(at + 1), sin = ctx.input(at + 3), position = ctx.input(at + 4);
   const Tensor ape = ctx.input(at + 5), index_ape = ctx.input(at + 6);
   s.half = cos.dim(-1);
   require(q_norm.count() == q_width && kv_norm.count() == head_dim && 2 * s.half <= head_dim, "a norm or rotation has the wrong size");
   require(cos.count() == s.rows * s.half && sin.count() == cos.count(), "there is not one rotation per node");
-  require(raw_width == 0 || (phase.count() == s.rows && ape.dim(-1) == raw_width), "the position bias has the wrong size");
+  require(raw_width == 0 || (position.count() == s.rows && ape.dim(-1) == raw_width), "the position bias has the wrong size");
   require(index_width == 0 || index_ape.dim(-1) == index_width, "the position bias has the wrong size");
   for (int64_t r = 0; raw_width != 0 && r < s.rows; ++r)
-    require(phase.i64()[r] >= 0 && phase.i64()[r] < ape.dim(0), "a phase is out of range");
+    require(position.i64()[r] >= 0, "a position is out of range");
+  s.ratio = ape ? ape.dim(0) : 1;
+  require(s.ratio > 0 && (index_width == 0 || index_ape.dim(0) == s.ratio), "the position biases have different ratios");
   s.q_norm = q_norm.f32(), s.kv_norm = kv_norm.f32(), s.cos = cos.f32(), s.sin = sin.f32();
-  s.phase = phase.i64(), s.ape = ape.f32(), s.index_ape = index_ape.f32();
+  s.position = position.i64(), s.ape = ape.f32(), s.index_ape = index_ape.f32();
 }
 
 // The same of some of the rows.
 AttentionInputs::Split AttentionInputs::part(Split s, int64_t first, int64_t last) const {
   const auto advance = [](auto*& at, int64_t by) { at = at == nullptr ? nullptr : at + by; };
   s.rows = last - first;
-  advance(s.cos, first * s.half), advance(s.sin, first * s.half), advance(s.phase, first), advance(s.q, first * q_width);
+  advance(s.cos, first * s.half), advance(s.sin, first * s.half), advance(s.position, first), advance(s.q, first * q_width);
   advance(s.kv, first * head_dim), advance(s.raw, first * raw_width), advance(s.index_raw, first * index_width);
   advance(s.index_weights, first * index_heads);
   return s;
@@ -69,7 +81,7 @@ void AttentionInputs::split(const Work& work, const float* projected, const Spli
       rotate(s.kv + r * head_dim, s.cos + r * s.half, s.sin + r * s.half, s.half, 1);
       from += head_dim;
       if (s.raw == nullptr) continue;
-      const int64_t p = s.phase[r];
+      const int64_t p = s.position[r] % s.ratio;
       for (int64_t c = 0; c < raw_width; ++c) s.raw[r * raw_width + c] = from[c] + s.ape[p * raw_width + c];
       from += raw_width;
       if (s.index_raw == nullptr) continue;
