@@ -46,7 +46,7 @@ def walk(parents: Lists, tokens: Lists, chosen: Lists) -> Walk:
 
     parents: index of the parent node, -1 for the root, -2 for a node that is not there; a parent's index is lower than
     its children's. tokens: what each node carries. chosen: the target's token after each node.
-    Of siblings that carry the same token the lowest index is taken.
+    Of siblings that carry the same token the lowest index is taken. A loop of its own: `walk_lazily` takes three times as long.
     """
     visited = Walk([], [], len(parents[0]))
     for up, carried, own in zip(parents, tokens, chosen, strict=True):

@@ -93,7 +93,7 @@ class _Binding:
             if bound.get(name) is not array:
                 whole = np.ascontiguousarray(array)  # the array itself, or a copy that lives until another is bound
                 bound[name] = whole
-                self._binding.bind_ortvalue_input(name, self._values.of(whole))
+                self._binding.bind_ortvalue_input(name, self._values.of(array) if whole is array else _value(whole))
         self._session.run_with_iobinding(self._binding)
 
 
